@@ -51,7 +51,8 @@ test-all: .venv/test-$(REFERENCE) .venv/docs
 test-slow: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST) -m "not weekly"
 
-# Tests of minutes: every row of the covering array, thousands of random server runs, kills, clients, the recipes.
+# Tests of minutes: every row of the covering array, thousands of random server runs, kills, clients, the recipes, the
+# defects of tests/mutants.
 test-weekly: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST) -m weekly
 

@@ -23,7 +23,6 @@ from canvax.images.formats import written
 from canvax.images.inputs import fingerprint
 from canvax.images.keys import KEYS, keys_of
 from canvax.images.metadata import save_image
-from canvax.pipelines import control, image_prompts
 from canvax.pipelines.again import lost_settings
 from canvax.server.jobs_api import as_job
 from canvax.settings import declared
@@ -37,7 +36,7 @@ MARK = fingerprint(PHOTO)
 
 def _option(name: str, value: Any) -> dict[str, Any]:
     """Metadata of an image with one option, and with what that needs."""
-    needs = declared(OptionRecord)[name].setting.requires.partition("=")
+    needs = declared(OptionRecord)[name].setting.error_without.partition("=")
     options = {name: value} | ({needs[0]: int(needs[2])} if needs[0] else {})
     options |= {"guidance_method": "apg"} if name == "guidance_settings" else {}
     images = {"image_sha256": MARK} if name in ("outpaint", "padding_mask_crop") else {}
@@ -98,7 +97,7 @@ LOST: dict[str, dict[str, Any]] = {
 
 def test_every_key_has_a_case() -> None:
     """Facts change no image."""
-    facts = {"canvax", "sampler_label", "steps_run", "nsfw", "id", "grid"}
+    facts = {"canvax", "sampler_label", "steps_run", "nsfw", "id", "grid", "model_sha256"}
     assert CASES.keys() | LOST.keys() >= KEYS.keys() - facts
     assert {name for name in CASES if "." not in name} <= KEYS.keys()
     assert set(VALUES) | {"progress", "callback"} == declared(OptionRecord).keys()
@@ -119,8 +118,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     PHOTO.save("photo.png")
     PHOTO.convert("L").save("mask.png")
     monkeypatch.setattr("canvax.cli.images.check_ip_adapters", lambda arguments: None)
-    for read in (control._read, image_prompts.read):  # by name, which other folders have as well
-        read.cache_clear()
     return tmp_path
 
 
@@ -194,9 +191,8 @@ def test_what_is_lost_is_said(
         warnings.simplefilter("always")
         emoji.again("it.png", **QUICK)
     assert [warning for warning in caught if issubclass(warning.category, HintWarning)]
-    if name not in ("unknown",):
-        assert set(lost_settings(metadata)) <= set(as_job(metadata)["missing"])
-        assert as_job(metadata)["missing"]
+    assert set(lost_settings(metadata)) <= set(as_job(metadata)["missing"])
+    assert as_job(metadata)["missing"]
 
 
 @pytest.mark.parametrize("name", keys_of("images"))

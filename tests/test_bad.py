@@ -184,6 +184,17 @@ def test_an_image_that_is_too_large_is_refused_by_one_line(capsys: pytest.Captur
     assert "warning" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("beside", [["--mask", "0.png"], ["--strength", "0.5"]])
+def test_further_references_are_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], beside: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(2):
+        Image.new("RGB", (64, 64)).save(f"{number}.png")
+    assert main(["generate", "x", "--image", "0.png", "--reference", "1.png", *beside]) == BAD_INPUT
+    assert "--reference" in capsys.readouterr().err
+
+
 # Models
 
 

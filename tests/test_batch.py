@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +13,6 @@ import canvax
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds
 from canvax.compile.monitor import compilations
 from canvax.engine.batch import Batch
-from canvax.engine.lanes import Lanes, side_by_side
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
@@ -95,18 +92,6 @@ def admit(pipe: canvax.Pipeline, batch: Any, slot: int, image: Image) -> None:
     batch.join({slot: parked(noise, prompts, key, table_of(pipe, image))})
 
 
-class InLanes(Lanes):
-    """With what ``serve`` asks of a batch."""
-
-    @property
-    def free(self) -> list[int]:
-        return [2 * lane + slot for lane, batch in enumerate(self._batches) for slot in batch.free]
-
-    @property
-    def rows_left(self) -> int:
-        return max(batch.rows_left for batch in self._batches)
-
-
 def serve(pipe: canvax.Pipeline, batch: Any, rows: int) -> dict[str, np.ndarray]:
     """All images through few slots, each admitted as soon as its time has come and a slot is free."""
     waiting, where, done, clock = list(IMAGES), {}, {}, 0
@@ -135,37 +120,6 @@ def test_same_image_in_any_company(pipe: canvax.Pipeline, rows: int) -> None:
     assert got.keys() == want.keys()
     for prompt, latents in want.items():
         same(got[prompt], latents, prompt)
-
-
-def test_the_same_in_lanes(pipe: canvax.Pipeline) -> None:
-    """Batches that are stepped at the same time, as one."""
-    lanes = InLanes([batch_of(pipe, 2), batch_of(pipe, 2)])
-    got = serve(pipe, lanes, 2)
-    for image in IMAGES:
-        same(got[image.prompt], alone(pipe, image), image.prompt)
-    for slot in (0, 3):
-        admit(pipe, lanes, slot, IMAGES[slot])
-    lanes.step()
-    assert {slot: held.run.row for slot, held in lanes.carried().items()} == {0: 1, 3: 1}
-    assert [lanes.left(slot) for slot in range(4)] == [IMAGES[0].steps - 1, 0, 0, IMAGES[3].steps - 1]
-    np.testing.assert_array_equal(lanes.denoised(3), np.asarray(lanes._batches[1].denoised)[1])
-    lanes.drop(3)
-    assert list(lanes.carried()) == [0]
-
-
-def test_a_fault_of_one_lane_waits_for_the_others() -> None:
-    ended: list[int] = []
-
-    def long() -> None:
-        time.sleep(0.05)
-        ended.append(1)
-
-    with pytest.raises(ValueError, match="first"):
-        side_by_side([partial(int, "first"), long])
-    with pytest.raises(ValueError, match="second"):
-        side_by_side([long, partial(int, "second"), long])
-    assert ended == [1, 1, 1]
-    assert side_by_side([lambda: 1]) == [1]
 
 
 def test_nothing_compiles_for_who_comes_and_goes(pipe: canvax.Pipeline) -> None:

@@ -233,7 +233,7 @@ def test_processes_stay_together(
         worker._at_once = lambda items: (ran[process()].append(len(items)), at_once(items))[1]
         results[process()] += [made for _, some in worker.run(rows) for made in some]
 
-    monkeypatch.setattr(work.multihost, "any_of", any_of)
+    monkeypatch.setattr(work.multihost, "any_process", any_of)
     monkeypatch.setattr(work, "text_to_image", generate)
     rows = [Row(str(i), {"prompt": "a cat", "width": 128, "height": 128}) for i in range(6)]
     threads = [threading.Thread(target=run, args=[Worker(emoji, batch=4)], name=str(i)) for i in range(2)]
@@ -324,7 +324,7 @@ BAD = {
     "did you mean 'steps'": '{"prompt": "a", "stepz": 3}',
     "prompt is missing": '{"seed": 3}',
     "prompt=5 is not text": '{"prompt": 5}',
-    "both say num_inference_steps": '{"prompt": "a", "steps": 3, "num_inference_steps": 4}',
+    "cannot be combined with": '{"prompt": "a", "steps": 3, "num_inference_steps": 4}',
     "a row is one image": '{"prompt": "a", "n": 2}',
     "UTF-8": '{"prompt": "\\ud800"}',
     "seed='x'": '{"prompt": "a", "seed": "x"}',
@@ -612,7 +612,7 @@ def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"prompt": "a", "colour": 1}\n', "'colour' is not a column that means anything here"),
+        ('{"prompt": "a", "colour": 1}\n', "'colour' is not a known column"),
         ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', "the id '1' is there twice"),
         ("\n", "holds no rows"),
     ],

@@ -37,6 +37,7 @@ from canvax.compile.at_once import at_once
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs
+from canvax.guidance import rule_of
 from canvax.kernels import cpu
 from canvax.kernels.target import compiling_for, jitted
 from canvax.models import blocks, clip
@@ -803,7 +804,7 @@ def test_a_program_with_a_function_of_the_user_is_not_kept(folder: Path, monkeyp
     ours = Programs(networks, make_mesh(ONE))
     params = {name: abstract_params(spec, "float32", ours.mesh) for name, spec in networks.specs().items()}
     for method, files in ((lambda negative, conditional, scale: conditional, 0), ("cfg", 1)):
-        ours.program("guided denoiser", params, networks.latent_shape(1, 64, 64), Kinds(method=method))
+        ours.program("guided denoiser", params, networks.latent_shape(1, 64, 64), Kinds(guidance=rule_of(method)))
         assert len(cache.stored_programs()) == files
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import shlex
@@ -18,13 +19,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 from safetensors.numpy import load_file, save_file
 from scipy import ndimage
 
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.again import again
+from canvax.compile.additions import ReadsControls
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Batch, ParkedImage
 from canvax.images.maps import canny, control_map
@@ -34,6 +36,7 @@ from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.pipelines.control import check_control, layer_weights, strengths
+from canvax.scale import named_images
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
@@ -191,7 +194,7 @@ def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None
     latents, names = (2, *LATENTS), ("controlnet",)
-    ready = pipe.programs.ready(pipe.params, latents, Kinds(controls=names))
+    ready = pipe.programs.ready(pipe.params, latents, Kinds().adding(ReadsControls(names)))
     batch = Batch(ready, pipe.params, pipe.programs.mesh, latents)
 
     def carried(seed: int, steps: int, **options: Any) -> ParkedImage:
@@ -650,3 +653,16 @@ def test_command_line(
         np.testing.assert_array_equal(np.asarray(image), np.asarray(want))
     assert main([*large, "--control-scale", "0.5", "-o", "no.png"]) == BAD_INPUT
     assert "--control-scale" in capsys.readouterr().err
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    """Images that flags name are kept, for those that share them."""
+    file = tmp_path / "a.png"
+    for i, colour in enumerate(("red", "blue")):
+        Image.new("RGB", (8, 8), colour).save(file)
+        os.utime(file, (i, i))
+        control, prompt = (named_images.read(name, str(file)) for name in ("control", "ip_image"))
+        assert control is named_images.read("control", str(file))
+        assert prompt is named_images.read("ip_image", str(file))
+        for image in (control, prompt):
+            assert image.getcolors() == [(64, ImageColor.getrgb(colour))]

@@ -20,7 +20,7 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.again import again
 from canvax.parallel.mesh import make_mesh
-from canvax.pipelines.control import control_of
+from canvax.scale.named_images import named_control
 from canvax.weights.location import BUNDLED
 from tests.support.control_files import controlnet, union
 from tests.support.drawing import draw, far
@@ -175,9 +175,9 @@ def test_other_dtypes(base: canvax.Pipeline, folder: Path) -> None:
 
 
 def test_flags() -> None:
-    assert control_of({"control": "a.png"}) == ((("", "a.png", None),),)
-    assert control_of({"control": "./a=b.png"}) == ((("", "./a=b.png", None),),)
-    typed = control_of({"control": ["depth=a, b.png,canny:+5e-1=c.png", "none"], "control_from": "blur,none"})
+    assert named_control({"control": "a.png"}) == ((("", "a.png", None),),)
+    assert named_control({"control": "./a=b.png"}) == ((("", "./a=b.png", None),),)
+    typed = named_control({"control": ["depth=a, b.png,canny:+5e-1=c.png", "none"], "control_from": "blur,none"})
     assert typed == ((("depth", "a, b.png", "blur"), ("canny:+5e-1", "c.png", "blur")), None)
 
 

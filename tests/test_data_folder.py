@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -13,12 +18,15 @@ from PIL.PngImagePlugin import PngInfo
 
 import canvax
 from canvax.cli import main
+from canvax.cli.again import again, recorded_model
 from canvax.cli.arguments import parse
-from canvax.cli.images import gather
+from canvax.cli.images import gather, in_usual_syntax
 from canvax.cli.loading import load_of, load_with
+from canvax.cli.serve import first_model
 from canvax.errors import InputError
+from canvax.families.known import PRESETS
 from canvax.families.local_models import local_models
-from canvax.images.metadata import save_image
+from canvax.images.metadata import read_metadata, save_image
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Job, JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
@@ -115,6 +123,29 @@ def test_the_syntax_of_prompts_is_that_of_the_folder(folder: Path, monkeypatch: 
     assert usual_syntax() == "plain"
 
 
+def test_the_command_line_reads_prompts_as_the_program_of_the_folder(
+    folder: Path, small: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def syntax(*words: str, model: Any = small.model) -> str:
+        arguments = parse(["generate", "a (cat:1.2)", *words])
+        calls, _ = gather(arguments)
+        return in_usual_syntax(calls, model, arguments)[0].options.prompt_syntax
+
+    assert syntax() == "a1111"
+    assert "--prompt-syntax plain" in capsys.readouterr().err
+    assert syntax("--prompt-syntax", "plain") == "plain"
+    assert syntax("--prompt-syntax", "compel") == "compel"
+    assert syntax(model=replace(small.model, networks=PRESETS["z-image"])) == "plain"  # which reads no weights
+    made = {"prompt": "a (cat:1.2)", "seed": 1, "model": "tiny", "canvax": "0.1.0"}
+    assert "--prompt-syntax plain" in again(made).command
+    assert "--prompt-syntax a1111" in again(made | {"options": {"prompt_syntax": "a1111"}}).command
+    save_image(Path("a.png"), Image.new("RGB", (8, 8)), made)
+    assert syntax("--from-image", "a.png") == "plain"
+    monkeypatch.delenv(VARIABLE)
+    assert syntax() == "plain"
+    assert "syntax" not in again(made).command
+
+
 def test_the_model_of_an_image_is_found_by_its_name(
     folder: Path, small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,9 +159,14 @@ def test_the_model_of_an_image_is_found_by_its_name(
 
     assert "--model tiny" in info()
     (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
-    assert "--model MODEL" in info()
+    told = info()
+    assert "--model MODEL" in told
     assert main(["generate", "--from-image", str(path), "-o", str(tmp_path / "b.png")]) == 2
-    assert "--model" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "--model" in refused
+    for twin in ("checkpoints/tiny", "Stable-diffusion/tiny"):
+        assert twin in told
+        assert twin in refused
     Path("tiny").symlink_to(small_folder)
     assert "--model ./tiny" in info()
 
@@ -148,6 +184,27 @@ def test_a_server_offers_models_of_one_name_by_their_folders(folder: Path, small
     assert set(local_models().models) == {"other", "tiny"}
     (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
     assert set(local_models().models) == {"other", "checkpoints/tiny", "Stable-diffusion/tiny"}
+
+
+def test_a_server_begins_with_the_model_used_last_or_the_smallest(
+    folder: Path, small_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(small_folder, folder / "models/checkpoints/a-large-one")
+    (folder / "models/checkpoints/a-large-one/unet/more.safetensors").write_bytes(b"0")
+    offered = local_models().models
+    assert list(offered) == ["a-large-one", "tiny"]
+    first, line = first_model(offered, None)
+    assert first == ["tiny"]
+    assert "tiny" in line
+    assert first_model(offered, tmp_path / "out")[0] == ["tiny"]
+    (tmp_path / "out").mkdir()
+    for i, model in enumerate(("a-large-one", "gone")):
+        path = tmp_path / f"out/{i}.png"
+        save_image(path, Image.new("RGB", (8, 8)), {"prompt": "a cat", "seed": 1, "model": model, "canvax": "0.1.0"})
+        os.utime(path, (i, i))
+    (tmp_path / "out/notes.txt").write_text("")
+    assert first_model(offered, tmp_path / "out")[0] == ["a-large-one"]
+    assert first_model({}, None)[0] == []
 
 
 def test_hidden_folders_are_not_searched(folder: Path) -> None:
@@ -213,6 +270,7 @@ def test_the_command_finds_them(
     assert "Pipeline" in capsys.readouterr().out
     named, path = (Image.open(file).tobytes() for file in ("named.png", "path.png"))
     assert named == path
+    assert read_metadata("named.png")["options"]["prompt_syntax"] == "a1111"
 
 
 def test_prompts_find_loras(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,6 +278,23 @@ def test_prompts_find_loras(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     command = ["generate", "a cat <lora:gone:1>", "--model", "tiny", "--steps", "1", "--output", "x.png"]
     assert main(command) == 2
     assert "gone" in capsys.readouterr().err
+
+
+def test_a_server_begins_with_the_last_model_else_the_smallest(folder: Path, tmp_path: Path) -> None:
+    for name, size in (("aaa", 0), ("bbb", 30), ("ccc", 20)):  # the first by name has no weights
+        (folder / "models/checkpoints" / name / "unet").mkdir(parents=True)
+        index = folder / "models/checkpoints" / name / "model_index.json"
+        index.write_text('{"_class_name": "StableDiffusionPipeline"}')
+        if size:
+            (index.parent / "unet/model.safetensors").write_bytes(b"0" * size)
+    offered = local_models().models
+    assert [*offered][:3] == ["aaa", "bbb", "ccc"]
+    output = tmp_path / "out"
+    output.mkdir()
+    assert first_model(offered, None)[0] == first_model(offered, output)[0] == ["ccc"]
+    for number, model in enumerate(("aaa", "gone")):  # the newest is of a model that is not here
+        save_image(output / f"{number}.png", Image.new("RGB", (8, 8)), {"prompt": "a cat", "model": model})
+    assert first_model(offered, output)[0] == ["aaa"]
 
 
 @pytest.mark.slow
@@ -245,6 +320,9 @@ def test_a_server_loads_the_others_when_asked(
     engine = ImageEngine(["emoji"], settings, Metrics(), load, say=spoken.append)
     engine.start()
     try:
+        until(lambda: bool(engine._models.cards), 300)
+        assert [card.id for card in engine.models()] == ["emoji", "tiny"]
+        assert engine.starting  # they can be chosen before the first is loaded
         until(lambda: engine.state is not State.STARTING, 300)
         assert [card.id for card in engine.models()] == ["emoji", "tiny"]
         assert any(text.startswith("broken is left out") for text in spoken)
@@ -267,10 +345,36 @@ def test_a_server_loads_the_others_when_asked(
 
 
 @pytest.mark.parametrize(("vae", "found"), [("ink.safetensors", "ink"), ("gone.ckpt", None), ("Automatic", None)])
-def test_an_image_of_a1111_names_its_vae(folder: Path, tmp_path: Path, vae: str, found: str | None) -> None:
+def test_an_image_of_a1111_names_its_vae(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], vae: str, found: str | None
+) -> None:
     text = f"a fox\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64, Model: tiny, VAE: {vae}"
     info = PngInfo()
     info.add_text("parameters", text)
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
     _, source = gather(parse(["generate", "--from-image", str(tmp_path / "a.png")]))
     assert (source.model, source.vae) == ("tiny", found)
+    assert main(["info", str(tmp_path / "a.png"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (f"--vae {found}" in told["commands"][0]) == (found is not None)
+    assert [clause for clause in told["losses"][0] if "gone" in clause] == (
+        [] if found or vae == "Automatic" else [ANY]
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "model"),
+    [("checkpoints/tiny", "checkpoints/tiny"), ("gone\\tiny", None), ("tiny.safetensors", None)],
+)
+def test_an_image_of_comfyui_names_its_model_by_folder(
+    folder: Path, small_folder: Path, tmp_path: Path, file: str, model: str | None
+) -> None:
+    (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
+    graph = {
+        "1": {"class_type": "KSampler", "inputs": {"seed": 1, "steps": 2, "model": ["2", 0]}},
+        "2": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": file}},
+    }
+    info = PngInfo()
+    info.add_text("prompt", json.dumps(graph))
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
+    assert recorded_model(read_metadata(tmp_path / "a.png")) == model

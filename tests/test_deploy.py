@@ -89,11 +89,11 @@ def test_serve_config(name: str) -> None:
         pytest.skip("needs Ray: pip install 'canvax[ray]'")
     from ray.serve.schema import ServeDeploySchema
 
-    from canvax.scale.serve import Wanted
+    from canvax.scale.serve import ServeArgs
 
     (application,) = ServeDeploySchema.model_validate(config).applications
     assert application.import_path == "canvax.scale.serve:app"
-    wanted = Wanted.of(application.args)  # type: ignore[arg-type]
+    wanted = ServeArgs.of(application.args)  # type: ignore[arg-type]
     worker = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert (str(int(wanted.gpus)), str(int(wanted.tpus))) == (

@@ -25,7 +25,6 @@ from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather
 from canvax.errors import (
-    NO_VALUE,
     HintWarning,
     InputError,
     check_count,
@@ -33,6 +32,8 @@ from canvax.errors import (
     check_function,
     check_number,
     check_utf8,
+    conflict,
+    needs,
     plain,
     refuse_tracers,
     shown,
@@ -183,17 +184,28 @@ def test_wording(
 
 
 def test_each_entry_point_writes_arguments_its_way() -> None:
-    error = InputError("hires_steps", 5, "needs a second pass", "add {hires=2} or leave {hires_steps} out")
+    error = InputError("hires_steps", "needs a second pass", cure="add {hires=2} or leave {hires_steps} out", value=5)
     assert str(error) == "hires_steps=5 needs a second pass; add hires=2 or leave hires_steps out"
     flags = parse(["generate", "a cat"]).write
     assert error.format(flags) == "--hires-steps 5 needs a second pass; add --hires 2 or leave --hires-steps out"
     assert error.about("second_steps").argument == "second_steps"
     assert pickle.loads(pickle.dumps(error)).argument == "hires_steps"
-    assert InputError("x", NO_VALUE, "is odd").format(flags) == "x is odd"
+    assert InputError("x", "is odd").format(flags) == "x is odd"
     plain = InputError("a {b} sentence")
     assert (str(plain), plain.argument, plain.about("c")) == ("a {b} sentence", "", plain)
-    hint = HintWarning("mask_blur", NO_VALUE, "has no effect without a mask")
+    hint = HintWarning("mask_blur", "has no effect without a mask")
     assert hint.format(flags) == "--mask-blur has no effect without a mask"
+
+
+def test_errors_about_several_arguments_write_all_of_them() -> None:
+    flags = parse(["generate", "a cat"]).write
+    error = conflict("control", "reuse", "guidance_method='apg'", why="{mask} is odd", value=1)
+    assert (error.argument, error.value) == ("control", 1)
+    assert all(part in str(error) for part in ("control=1 ", "reuse", "guidance_method='apg'", "mask"))
+    assert all(part in error.format(flags) for part in ("--control 1 ", "--reuse", "--guidance-method 'apg'", "--mask"))
+    error = needs("mask", "image", cure="give {hires=2}")
+    assert error.argument == "mask"
+    assert all(part in error.format(flags) for part in ("--mask ", "--image", "--hires 2"))
 
 
 @pytest.mark.parametrize(
@@ -297,13 +309,13 @@ def test_tracers_are_refused() -> None:
         assert caught.value.argument == "x"
 
 
-def test_arguments_are_written_by_entry_points_in_cures_alone() -> None:
-    """``{name}`` in a problem would stay as it is."""
+def test_errors_of_one_sentence_name_no_arguments_to_be_written() -> None:
+    """``{name}`` in them would stay as it is."""
     for path in Path(canvax.__file__).parent.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("InputError", "HintWarning"):
-                problem = call.args[2 if len(call.args) > 1 else 0]
-                words = [part.value for part in ast.walk(problem) if isinstance(part, ast.Constant)]
+            is_error = isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("InputError", "HintWarning")
+            if isinstance(call, ast.Call) and is_error and len(call.args) == 1:
+                words = [part.value for part in ast.walk(call.args[0]) if isinstance(part, ast.Constant)]
                 assert not re.search(r"\{\w+(=[^}]*)?\}", " ".join(map(str, words))), f"{path}:{call.lineno}"
 
 

@@ -75,7 +75,7 @@ def test_generators_and_dtypes_of_torch() -> None:
     assert own["seed"] == [3, 4]
     with pytest.raises(canvax.InputError, match="has given numbers since"):
         translate_call({}, {"generator": used})
-    with pytest.raises(canvax.InputError, match="generator and seed are one"):
+    with refused("generator"):
         translate_call({"seed": 1}, {"generator": used})
 
 
@@ -170,7 +170,7 @@ def test_every_argument_of_a_call_has_an_answer() -> None:
             own = translate_call({"options": kept}, {name: value})  # an argument, or a field of the options
             assert own.get(target, getattr(own["options"], target, None)) == value
             assert target not in vars(own["options"]) or target not in own
-            with pytest.raises(canvax.InputError, match="give it once"):
+            with refused(name, target):
                 translate_call({CALL[name].becomes: 7}, {name: 7})
         else:
             with pytest.raises(canvax.InputError, match=f"^{name}: "):

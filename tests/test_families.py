@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ from canvax.types import HostArray
 from canvax.weights import identify
 from canvax.weights.adapter_names import module_table
 from canvax.weights.entries import Entry
+from canvax.weights.location import Location
+from canvax.weights.open import open_files
 from canvax.weights.rules import Names
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 SRC = Path(canvax.__file__).parent
 SINGLE = [family for family in FAMILIES if family.single_file]
@@ -43,8 +47,8 @@ def stored(name: str, shape: tuple[int, ...]) -> Entry:
     return Entry(name, shape, np.dtype("float32"), Path("file"), ((0, 4 * int(np.prod(shape))),), "torch")
 
 
-def outgoing(name: str, array: HostArray) -> Outgoing:
-    return Outgoing(name, array.shape, array.dtype, lambda: array)
+def to_save(name: str, array: HostArray) -> ArrayToSave:
+    return ArrayToSave(name, array.shape, array.dtype, lambda: array)
 
 
 def test_a_family_is_data_and_few_functions() -> None:
@@ -80,7 +84,7 @@ def test_tables_are_built_of_the_families(family: Family, monkeypatch: pytest.Mo
     assert PRESETS.items() >= family.presets.items()
     table = module_table({"transformer": networks.denoiser.spec})
     layers = [name.removesuffix(".weight") for name, _ in flatten(networks.denoiser.spec) if name.endswith(".weight")]
-    theirs = {name for layer in layers for name, _, _ in Names(family.names).theirs(layer)}
+    theirs = {name for layer in layers for name, _, _ in Names(family.names).external(layer)}
     assert len(theirs) > 50
     assert {name.replace(".", "_") for name in theirs} <= table.keys()
 
@@ -147,13 +151,13 @@ def test_stacks_of_every_width_of_the_feed_forward(ratio: float) -> None:
     """diffusers' stacks and the authors' are taken apart into what the spec declares."""
     spec = flux2_spec(dataclasses.replace(TINY, mlp_ratio=ratio))
     declared = {name: param.checkpoint_shapes[0] for name, param in flatten(spec)}
-    arrays = [outgoing(name, np.zeros(shape, np.float32)) for name, shape in declared.items()]
-    files = Names(FLUX2.stacks).to_theirs(arrays)
+    arrays = [to_save(name, np.zeros(shape, np.float32)) for name, shape in declared.items()]
+    files = Names(FLUX2.stacks).to_external(arrays)
     assert len(files) < len(declared)
-    parts = Names(FLUX2.names).to_ours([stored(array.name, array.shape) for array in files])
+    parts = Names(FLUX2.names).to_internal([stored(array.name, array.shape) for array in files])
     assert {part.name: part.shape for part in parts} == declared
     width, inner = TINY.dim, int(TINY.dim * ratio)
-    parts = Names(FLUX2.names).to_ours([stored("single_blocks.0.linear1.weight", (3 * width + 2 * inner, width))])
+    parts = Names(FLUX2.names).to_internal([stored("single_blocks.0.linear1.weight", (3 * width + 2 * inner, width))])
     assert {part.name: part.shape for part in parts}.items() <= declared.items()
     assert len(parts) == 5
 
@@ -162,15 +166,36 @@ def test_stacks_of_every_width_of_the_feed_forward(ratio: float) -> None:
 def test_no_such_stack(shape: tuple[int, ...]) -> None:
     """It stays as it is, and loading reports it."""
     entry = stored("single_blocks.0.linear1.weight", shape)
-    assert Names(FLUX2.names).to_ours([entry]) == [entry]
+    assert Names(FLUX2.names).to_internal([entry]) == [entry]
 
 
 def test_six_rows_in_one() -> None:
     """Krea 2's tables, which its authors store as one row."""
     names = Names(KREA2.names)
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
-    (row,) = names.to_theirs([outgoing("transformer_blocks.0.scale_shift_table", table)])
+    (row,) = names.to_external([to_save("transformer_blocks.0.scale_shift_table", table)])
     assert (row.name, row.shape) == ("blocks.0.mod.lin", (12,))
     np.testing.assert_array_equal(row.get(), np.arange(12))
-    (entry,) = names.to_ours([stored(row.name, row.shape)])
+    (entry,) = names.to_internal([stored(row.name, row.shape)])
     assert (entry.name, entry.shape) == ("transformer_blocks.0.scale_shift_table", (6, 2))
+
+
+def test_the_components_of_a_new_family_are_read(
+    tmp_path: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record names them; nothing else does."""
+    shutil.copytree(small_folder, tmp_path / "new")
+    for part in ("text_encoder", "tokenizer"):
+        shutil.copytree(tmp_path / "new" / part, tmp_path / "new" / f"{part}_3")
+    index = json.loads((tmp_path / "new/model_index.json").read_text())
+    index |= {"_class_name": "NewPipeline", "text_encoder_3": index["text_encoder"], "tokenizer_3": index["tokenizer"]}
+    (tmp_path / "new/model_index.json").write_text(json.dumps(index))
+    before = open_files(Location(str(tmp_path / "new")))
+    assert "text_encoder_3" in before.unread
+    added = {"text_encoder_3": ("CLIPTextModel",), "tokenizer_3": ("CLIPTokenizer",)}
+    family = dataclasses.replace(FAMILIES[0], pipelines=("NewPipeline",), classes={**FAMILIES[0].classes, **added})
+    monkeypatch.setattr("canvax.families.known.FAMILIES", (*FAMILIES, family))
+    files = open_files(Location(str(tmp_path / "new")), accept=family_of)
+    assert {"text_encoder_3", "tokenizer_3"} <= files.components.keys()
+    assert len(files.entries("text_encoder_3")) == len(files.entries("text_encoder"))
+    assert "text_encoder_3" not in files.unread

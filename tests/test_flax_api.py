@@ -408,7 +408,7 @@ def test_native_size_of_early_checkpoints(version: str, side: int, tmp_path: Pat
 def test_bad_loading(folder: Path) -> None:
     for arguments, message in (
         ({"safety_checker": object()}, "safety_checker"),
-        ({"torch_dtype": "float16", "dtype": "float16"}, "torch_dtype='float16' and dtype='float16' both say dtype"),
+        ({"torch_dtype": "float16", "dtype": "float16"}, "torch_dtype='float16' cannot be combined with dtype"),
         ({"use_safetensors": False}, "use_safetensors=False: canvax has none"),
         ({"scheduler": (1, 2)}, "pass the first"),
         ({"unet": 1}, r"unet: load the whole model and put edited weights into params \(docs/migrating"),

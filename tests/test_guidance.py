@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import canvax
-from canvax.guidance import Guidance, guide
+from canvax.guidance import (
+    NEGATIVE,
+    PERTURBED,
+    PROMPT,
+    Evaluated,
+    Number,
+    columns_of,
+    conditions_of,
+    guide,
+    guided,
+    off,
+    per_image,
+    rule_of,
+)
+from canvax.models.denoiser import Facts
 from canvax.samplers import build_table
 
 rng = np.random.default_rng(0)
@@ -55,11 +72,12 @@ def test_a_row_without_guidance_is_as_if_it_were_alone(method: Any, perturbs: bo
     outputs = np.stack([UNCONDITIONAL, CONDITIONAL, CONDITIONAL**2][: 2 + perturbs], axis=1)
     numbers = {"guidance": [1, 5], "rescale": [0.7, 0.7], "p": [0.9, 0.9], "q": [-0.5, -0.5], "step": [0, 0]}
     row: Any = {name: np.array(value, np.float32) for name, value in numbers.items()}
-    row |= {"timestep": np.full(2, 500, np.float32), "method": np.ones((2, 2), np.float32)}
-    row["pag"] = np.ones((2, 2), np.float32) * np.array([3, 0.001], np.float32)
-    x, alone = jnp.asarray(CONDITIONAL), Guidance(perturbs=perturbs)
-    together = Guidance(method, perturbs).denoised(x, jnp.asarray(outputs), row)
-    want = alone.denoised(x, jnp.asarray(outputs[:, 1:]), row)
+    rule = rule_of(method, perturbs=perturbs)
+    row |= {"timestep": np.full(2, 500, np.float32)} | {name: np.ones(2, np.float32) for name in columns_of(rule)}
+    row |= {"guidance pag_adaptive_scale": np.full(2, 0.001, np.float32)}
+    x = jnp.asarray(CONDITIONAL)
+    together = guided(rule, x, jnp.asarray(outputs), row)
+    want = guided(off(rule), x, jnp.asarray(outputs[:, 1:]), row)
     np.testing.assert_array_equal(together[0], want[0])
     assert np.abs(together[1] - want[1]).max() > 1e-2
 
@@ -143,3 +161,112 @@ def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.Pipe
 def test_bad_kinds(changes: dict[str, Any], message: str, emoji: canvax.Pipeline) -> None:
     with pytest.raises(canvax.InputError, match=message):
         draw(emoji, **changes)
+
+
+@dataclass(frozen=True)
+class Away:
+    """Perturbed-attention guidance, written as a user would."""
+
+    samples = NEGATIVE, PROMPT, PERTURBED
+    columns: ClassVar[Any] = {"strength": Number(2.0, 0.0, 10.0)}
+
+    def denoised(self, seen: Evaluated) -> Any:
+        negative, conditional, perturbed = (seen.image(role) for role in self.samples)
+        guided = negative + per_image(seen.column("guidance")) * (conditional - negative)
+        return guided + per_image(seen.column("strength")) * (conditional - perturbed)
+
+
+def test_a_rule_with_three_roles(emoji: canvax.Pipeline) -> None:
+    """Compiled once, by what it is equal to, whatever its numbers."""
+    want = [draw(emoji, pag_scale=scale).latents for scale in (2.0, 1.0)]
+    first = draw(emoji, guidance=Away())
+    second = draw(emoji, guidance=Away(), guidance_settings={"strength": 1})
+    np.testing.assert_allclose([first.latents, second.latents], want, atol=1e-4)
+    assert (first.compilations, second.compilations) == (1, 0)
+    assert second.metadata[0]["options"]["guidance_method"] == "Away"
+    alone = draw(emoji, guidance=Away(), guidance_steps=[1.0] * 4)
+    np.testing.assert_array_equal(alone.latents, draw(emoji, guidance_scale=1.0).latents)
+
+
+@dataclass(frozen=True)
+class Weaker:
+    """Autoguidance (Karras et al. 2024): away from a weaker network, which is a role of its own."""
+
+    samples = PROMPT, 3
+    columns: ClassVar[Any] = {}
+
+    def denoised(self, seen: Evaluated) -> Any:
+        weak, strong = seen.image(3), seen.image(PROMPT)
+        return weak + per_image(seen.column("guidance")) * (strong - weak)
+
+
+def test_a_role_of_a_network_of_ones_own(emoji: canvax.Pipeline) -> None:
+    """Refused by name where the network does not know it."""
+    with pytest.raises(canvax.InputError) as caught:
+        draw(emoji, guidance=Weaker())
+    assert caught.value.argument == "guidance_method"
+    assert "role 3" in str(caught.value)
+    networks = emoji.model.networks
+    known = SimpleNamespace(facts=Facts(roles=(*networks.denoiser.facts.roles, 3)))
+    dataclasses.replace(networks, denoiser=known).check_roles(Weaker.samples)  # type: ignore[arg-type]
+
+
+def test_rules_around_a_rule_of_the_user() -> None:
+    """AND needs the negative prompt though the rule does not, and perturbed attention adds to its image."""
+    rule = rule_of(Weaker(), perturbs=True, parts=2)
+    assert rule.samples == (NEGATIVE, PROMPT, PROMPT, 3, PERTURBED)
+    assert off(rule).samples == (NEGATIVE, PROMPT, PROMPT, PERTURBED)
+    outputs = jnp.asarray(rng.standard_normal((2, 5, 6, 5, 3)), jnp.float32)
+    row: Any = {name: jnp.full(2, value) for name, value in {"p": 0.9, "q": -0.5, "timestep": 500.0}.items()}
+    row |= {"guidance": jnp.array([1.0, 3.0]), "guidance weights": jnp.array([[1.0, 0.5]] * 2)}
+    row |= {"guidance pag_scale": jnp.full(2, 2.0), "guidance pag_adaptive_scale": jnp.zeros(2)}
+    negative, first, second, weak, perturbed = (outputs[:, i] for i in range(5))
+    total = negative + (first - negative) + 0.5 * (second - negative)
+    further = 2 * (first - perturbed)
+    want = [total[0] + further[0], weak[1] + 3 * (total[1] - weak[1]) + further[1]]
+    x = jnp.asarray(CONDITIONAL)
+    np.testing.assert_allclose(guided(rule, x, outputs, row), 0.9 * x - 0.5 * jnp.stack(want), atol=1e-5)
+
+
+def test_conditions_of_roles() -> None:
+    prompts: Any = [{"text": jnp.full((1, 1), i)} for i in range(3)]
+    rule = rule_of(Weaker(), parts=2)
+    got = [(int(each["text"][0, 0]), int(each["role"][0])) for each in conditions_of(rule, prompts, 1)]
+    assert got == [(0, NEGATIVE), (1, PROMPT), (2, PROMPT), (1, 3)]
+    alone = conditions_of(off(rule_of(Away())), prompts[1:2], 1)
+    assert [(int(each["text"][0, 0]), int(each["role"][0])) for each in alone] == [(1, PROMPT)]
+
+
+def test_guidance_by_its_short_name(emoji: canvax.Pipeline) -> None:
+    """A number is the scale, as before; anything else is the rule."""
+    np.testing.assert_array_equal(draw(emoji, guidance="apg").latents, draw(emoji, guidance_method="apg").latents)
+    assert emoji("a fox", guidance=3.0, num_inference_steps=1, progress=False).metadata[0]["guidance_scale"] == 3.0
+    for changes in ({"guidance": "apg", "guidance_method": "cfg"}, {"guidance": "best"}):
+        with pytest.raises(canvax.InputError):
+            draw(emoji, **changes)
+
+
+@pytest.mark.parametrize(
+    ("members", "settings"),
+    [
+        ({"samples": (NEGATIVE,)}, {}),
+        ({"samples": (PROMPT, PROMPT)}, {}),
+        ({"samples": [NEGATIVE, PROMPT]}, {}),
+        ({"samples": (PROMPT, "weak")}, {}),
+        ({"columns": {"strength": 2.0}}, {}),
+        ({"columns": None}, {}),
+        ({"denoised": lambda self: None}, {}),
+        ({"__hash__": None}, {}),
+        ({}, {"strength": 11}),
+        ({}, {"strength": [1, 2]}),
+        ({}, {"weights": 1}),
+    ],
+)
+def test_rules_that_are_refused(members: dict[str, Any], settings: dict[str, Any]) -> None:
+    rule = type("Mine", (Away,), members)()
+    with pytest.raises(canvax.InputError) as caught:
+        canvax.Options(guidance_method=rule, guidance_settings=settings)
+    assert caught.value.argument == ("guidance_settings" if settings else "guidance_method")
+    with pytest.raises(canvax.InputError) as caught:
+        canvax.Options(guidance_method=Away(), reuse=2)
+    assert caught.value.argument == "reuse"

@@ -592,7 +592,8 @@ def test_a_graph_of_comfyui(tmp_path: Path) -> None:
     read = read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(comfy_graph()), workflow="{}"))
     assert read == {
         "prompt": "a (castle:1.2)", "negative_prompt": "text, watermark", "seed": 156680208700286, "guidance_scale": 8,
-        "num_inference_steps": 20, "sampler": "dpmpp_2m", "model": "deliberate_v2", "width": 512, "height": 768,
+        "num_inference_steps": 20, "sampler": "dpmpp_2m", "model": "sd15/deliberate_v2", "width": 512,
+        "height": 768,
         "noise": "torch", "options": {"prompt_syntax": "comfy", "noise": "torch", "sigmas": "karras"},
         "other": {"<lora:ink:0.7>": ""},
     }  # fmt: skip

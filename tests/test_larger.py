@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shlex
@@ -18,6 +19,7 @@ import canvax
 from canvax.call import OptionRecord
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.arguments import parse
+from canvax.errors import InputError
 from canvax.images.grid import make_sheet
 from canvax.images.metadata import read_metadata
 from canvax.models.configs import ClipVisionConfig
@@ -313,6 +315,29 @@ def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.Pipeline) -> None:
 def test_bad_upscale(changes: dict[str, Any], argument: str, emoji: canvax.Pipeline) -> None:
     with refused(argument):
         upscale(emoji, changes.pop("image", Image.new("RGB", (64, 64))), **changes)
+
+
+def test_upscale_with_a_table(emoji: canvax.Pipeline) -> None:
+    """A table begins where it was built to, as the strength says for a name."""
+    image = draw(emoji).images[0]
+    named = upscale(emoji, image, scale=1.5, sampler="ddim", num_inference_steps=10)
+    table = build_table(emoji.model.scheduler, 10, sampler="ddim", skip=7)
+    own = upscale(emoji, image, scale=1.5, sampler=table, num_inference_steps=None)
+    np.testing.assert_array_equal(own.pixels, named.pixels)
+    with refused("strength"):
+        upscale(emoji, image, sampler=table, num_inference_steps=None, strength=0.5)
+
+
+def test_a_wrong_argument_of_upscale_is_answered_with_its_own(emoji: canvax.Pipeline) -> None:
+    form = inspect.signature(canvax.Pipeline.upscale).parameters
+    own = {name for name in form if name not in ("self", "more")}
+    with pytest.raises(InputError) as caught:
+        emoji.upscale(Image.new("RGB", (64, 64)), zzzz=1)  # type: ignore[call-arg]
+    listed = str(caught.value).partition("it takes ")[2].partition(" and the fields")[0]
+    assert set(listed.split(", ")) == own
+    for name in ("mask", "height", "output_type"):
+        with pytest.raises(InputError):
+            emoji.upscale(Image.new("RGB", (64, 64)), **{name: 64})  # type: ignore[arg-type]
 
 
 # The command line

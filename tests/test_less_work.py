@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.compile.additions import DeepFeatures
 from canvax.compile.inspect import collectives
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
@@ -21,11 +22,12 @@ from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
 from canvax.families.known import PRESETS
-from canvax.guidance import Guidance
+from canvax.guidance import PERTURBED, PLAIN, Perturbed
 from canvax.kernels import cpu
 from canvax.kernels.target import plain_kernels
 from canvax.models import decode as decode_module
 from canvax.models.deep_features import deep_shape, unet_reusing
+from canvax.models.denoiser import Reusing
 from canvax.models.unet import skip_connections, unet, unet_context
 from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.parallel.mesh import make_mesh, over_batch
@@ -208,7 +210,7 @@ def test_metadata_draws_a_reusing_picture_again(emoji: canvax.Pipeline) -> None:
     np.testing.assert_array_equal(again.latents, want.latents)
 
 
-def operations(pipe: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> dict[str, int]:
+def operations(pipe: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, *adds: Any) -> dict[str, int]:
     """How often each operation stands in the text of the denoiser, before any compiler has seen it."""
     texts = []
 
@@ -218,7 +220,8 @@ def operations(pipe: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, **flags: 
 
     monkeypatch.setattr(Programs, "_compile", lowered)
     programs = dataclasses.replace(pipe.programs, _compiled={}, _building={})
-    programs.program("denoiser", pipe.params, (1, *LATENTS), Kinds(guided=(False,), **flags))  # type: ignore[arg-type]
+    assert pipe.params is not None
+    programs.program("denoiser", pipe.params, (1, *LATENTS), Kinds((False,)).adding(*adds))
     names = ("convolution", "dot_general", "case", "func.func", "while")
     return {name: texts[0].count(f"stablehlo.{name}" if name != "func.func" else name) for name in names}
 
@@ -228,7 +231,7 @@ def test_reuse_off_costs_nothing(emoji: canvax.Pipeline, monkeypatch: pytest.Mon
     cfg, params = emoji.programs.networks.denoiser.cfg, emoji.params["unet"]  # type: ignore[index]
     x, text = jnp.zeros((1, *LATENTS)), jnp.zeros((1, 77, TEXT_WIDTH))
     alone = jax.jit(lambda p: unet(p, x, jnp.zeros(1), text, cfg)).lower(params).as_text()
-    plain, more = operations(emoji, monkeypatch), operations(emoji, monkeypatch, deep_layers=1)
+    plain, more = operations(emoji, monkeypatch), operations(emoji, monkeypatch, DeepFeatures(1))
     for name in ("convolution", "dot_general"):
         assert plain[name] == more[name] == alone.count(f"stablehlo.{name}")
     assert (plain["case"], more["case"]) == (1, 2)
@@ -241,15 +244,18 @@ def test_reuse_computes_what_the_network_computes(emoji: canvax.Pipeline) -> Non
     state = rng.standard_normal((1, SLOTS, *LATENTS)).astype(np.float32)
     text, negative = ({"text": rng.standard_normal((1, 77, TEXT_WIDTH)).astype(np.float32)} for _ in range(2))
     window = build_table(emoji.model.scheduler, 4, sampler="euler", guidance=5.0).window(0, 1)
-    rows = {name: column[None] for name, column in window.items()} | {"pag": np.array([[[3.0, 0.0]]], np.float32)}
+    rows = {name: column[None] for name, column in window.items()} | {
+        f"guidance {name}": np.array([[number]], np.float32)
+        for name, number in {"pag_scale": 3.0, "pag_adaptive_scale": 0.0}.items()
+    }
     prompts: Any = negative, text
     flight = InFlight(state, prompts, np.zeros((1, 2), np.uint32))
     shared = {"noisy": np.zeros(1, bool), "recompute": np.ones(1, bool), "reuse": np.array([[1, 0]], np.float32)}
     inputs = jax.tree.map(jnp.asarray, StepInputs(flight, rows, shared, np.int32(1)))
-    pag, again = Guidance(perturbs=True), networks.denoiser_of(perturbs=True, reuse_layers=2)
+    pag, again = Perturbed(PLAIN), Reusing(networks.denoiser_of((PERTURBED,)), 2)
     memory = again.inputs((1, *LATENTS), {}, lambda _: jnp.dtype("float32")).memory
     with plain_kernels():
-        plain = denoise(params, inputs, denoiser=networks.denoiser_of(perturbs=True), guidance=pag)[0]
+        plain = denoise(params, inputs, denoiser=networks.denoiser_of((PERTURBED,)), guidance=pag)[0]
         inputs = inputs._replace(memory=jnp.zeros((3, *memory.shape), memory.dtype))
         reusing = denoise(params, inputs, denoiser=again, guidance=pag)[0]
         usual = denoise(params, inputs, denoiser=networks.denoiser)[0]

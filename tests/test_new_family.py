@@ -27,15 +27,15 @@ from canvax.compile.kinds import Kinds
 from canvax.engine import batch
 from canvax.families.base import Family
 from canvax.families.known import PRESETS
-from canvax.guidance import Guidance
+from canvax.guidance import KINDS
 from canvax.models.clip import ClipEncoder
 from canvax.models.configs import ClipTextConfig
 from canvax.models.controlled import Controlled
 from canvax.models.denoiser import (
     PERTURBED,
     PROMPT,
-    Around,
     Denoiser,
+    DenoiserWrapper,
     Facts,
     Packing,
     Perturbed,
@@ -93,7 +93,7 @@ def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
 
 
 @dataclass(frozen=True)
-class Louder(Around):
+class Louder(DenoiserWrapper):
     """Twice the output of a denoiser."""
 
     base: Any
@@ -104,7 +104,7 @@ class Louder(Around):
 
 
 def test_another_denoiser_in_a_pipeline(pipe: canvax.Pipeline) -> None:
-    """Around the one that is there, with its parameters; and with others."""
+    """DenoiserWrapper the one that is there, with its parameters; and with others."""
     inner = pipe.model.networks.denoiser
     louder, doubled = pipe.with_denoiser(Louder(inner)), jax.tree.map(lambda leaf: 2 * leaf, pipe.params["mlp"]["out"])
     same = pipe.with_denoiser(inner, pipe.params["mlp"] | {"out": doubled})
@@ -303,7 +303,7 @@ def test_tokens_are_squares_of_latents() -> None:
 
 
 @dataclass(frozen=True)
-class Plain(Around):
+class Plain(DenoiserWrapper):
     """A record around a denoiser, with nothing of its own."""
 
     base: Any
@@ -358,7 +358,7 @@ def test_a_network_around_that_of_a_checkpoint() -> None:
     networks = canvax.load("emoji").model.networks
     mine = dataclasses.replace(networks, denoiser=Plain(networks.denoiser))
     assert (mine.native_size, mine.size_numbers) == (networks.native_size, networks.size_numbers)
-    assert mine.denoiser_of(perturbs=True).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
+    assert mine.denoiser_of((PERTURBED,)).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
         (1, 8, 8, 32), {}, jnp.dtype
     )
     assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
@@ -457,12 +457,12 @@ def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.Pipeline) -> None
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_code_of_the_package_is_the_users(preset: str) -> None:
-    assert foreign(PRESETS[preset], Kinds(), Guidance()) == ()
+    assert foreign(PRESETS[preset], Kinds(), KINDS) == ()
 
 
 def test_what_is_code_of_the_user() -> None:
     assert foreign(NETWORKS, Kinds()) == foreign(NETWORKS, Kinds()) != ()
-    assert foreign(canvax.load("emoji").model.networks, Kinds(), Guidance()) == ()
+    assert foreign(canvax.load("emoji").model.networks, Kinds(), KINDS) == ()
     wrapped = jax.jit(lambda *_: 0.0)
     for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Plain(Mlp()), np.zeros(2000), wrapped):
         assert foreign(value)

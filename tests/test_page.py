@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 import uvicorn
 from PIL import Image
@@ -75,7 +77,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 212_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 213_000
 
 
 def test_nothing_is_inline() -> None:
@@ -416,6 +418,35 @@ def test_a_job_that_the_server_forgot_is_asked_for_once_more(site: Site) -> None
     assert len(site.stub.bodies) == 2
 
 
+@thorough
+def test_a_job_that_the_server_forgot_keeps_its_seeds_and_what_is_done(site: Site) -> None:
+    """As after Ctrl-C and a new start: one of three images is there, and the job is not."""
+
+    def one_image(route: Any) -> None:
+        address = route.request.url.removesuffix("/events")
+        while not (image := httpx.get(address).json()["images"][0])["url"]:
+            time.sleep(0.05)
+        event = f"event: image\ndata: {json.dumps(image)}\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=event)
+
+    forgotten = {"error": {"message": "No such job.", "code": "job_not_found"}}
+    site.page.route("**/events", one_image, times=1)
+    site.page.route(
+        re.compile(r"/api/jobs/[0-9a-f]{32}$"), lambda route: route.fulfill(status=404, json=forgotten), times=1
+    )
+    site.page.fill("#count", "4")
+    site.draw("a red apple")
+    first, rest = site.stub.bodies
+    assert (first["n"], first.get("seed")) == (4, None)
+    seeds = [picture.seed for picture in site.stub.engine.accepted[0].pictures]
+    assert (rest["n"], rest["seed"]) == (3, seeds[1])
+    assert site.count(".tile[data-id]") == 4
+    site.open()
+    site.idle()
+    assert site.count(".tile[data-id]") == 4
+    assert len(site.stub.bodies) == 2
+
+
 # A large image takes the browser a moment to read, and the user may send the form before that.
 SLOW_IMAGES = """() => {
   const read = window.createImageBitmap;
@@ -525,6 +556,22 @@ def test_a_mask_begins_at_full_strength(site: Site) -> None:
 
 
 @thorough
+def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
+    site.drop("body", Image.new("RGB", (64, 64)))
+    site.page.wait_for_selector("#input", state="visible")
+    site.page.select_option("#size", "96x64")
+    site.page.click("#input-mask")
+    site.page.locator("#mask-canvas:focus").wait_for()
+    site.page.keyboard.press("Space")
+    site.page.click("#mask-use")
+    site.page.wait_for_selector("text=Change the mask")
+    assert site.page.input_value("#size") == "96x64"
+    site.draw("a red apple")
+    body = site.stub.bodies[-1]
+    assert decoded(body["mask"]).size == decoded(body["image"]).size == (body["width"], body["height"]) == (96, 64)
+
+
+@thorough
 def test_the_last_seed_is_offered_and_not_entered(site: Site) -> None:
     site.draw("a red apple")
     assert site.page.input_value("#seed") == ""
@@ -625,6 +672,32 @@ def test_samplers_have_the_order_of_the_catalogue(site: Site) -> None:
     assert labels[1:] == [sampler["label"] for sampler in SAMPLERS]
 
 
+@browser_only
+def test_a_schedule_type_stands_beside_the_sampler(site: Site) -> None:
+    page = site.page
+    assert page.locator("#sigmas option").all_inner_texts() == ["The model's", "Automatic", "Karras"]
+    page.select_option("#sigmas", "karras")
+    assert "more steps at low noise" in page.inner_text("#sampler-when")
+    site.draw("a red apple")
+    page.click("#more summary")
+    page.click("#reset")
+    site.draw("a red apple")
+    assert [body.get("options", {}).get("sigmas") for body in site.stub.bodies] == ["karras", None]
+    restored = {"prompt": "a fox", "sampler": "dpmpp_2m", "options": {"sigmas": "karras"}}
+    data = encoded(Image.new("RGB", (64, 64)), "png", restored)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    page.wait_for_selector("text=Settings restored")
+    assert (page.input_value("#sampler"), page.input_value("#sigmas")) == ("dpmpp_2m", "karras")
+    assert page.locator("#other-options li").count() == 0
+    site.draw("a fox")
+    assert site.stub.bodies[-1]["options"] == {"sigmas": "karras"}
+    listed = {"prompt": "a fox", "options": {"sigmas": [14.6, 2.0, 0.0]}}  # which no field shows
+    data = encoded(Image.new("RGB", (64, 64)), "png", listed)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    page.wait_for_selector("#other-options li", state="attached")
+    assert page.input_value("#sigmas") == ""
+
+
 @thorough
 def test_the_keys_are_listed_above_an_open_image(site: Site) -> None:
     """And act on nothing below the list."""
@@ -722,6 +795,24 @@ def test_a_server_that_gets_ready(site: Site) -> None:
     site.page.wait_for_selector("body[data-ready]")
     site.draw("a blue pear")
     assert site.count(".tile[data-id]") == 2
+
+
+@thorough
+def test_a_model_is_chosen_while_the_server_starts(site: Site) -> None:
+    """The models are known before the first is loaded; the job waits, and is for the model that was chosen."""
+    engine = site.stub.engine
+    engine.cards = (CARD, replace(CARD, id="other"))
+    engine.shelf = {"stub": (), "other": ()}
+    engine.starting, engine.refusal = "1 of 7 programs", Rejected(503, "starting", "loading (1 of 7)", retry_after=1)
+    site.open()
+    site.page.wait_for_selector("#starting >> text=1 of 7")
+    site.page.select_option("#model", "other")
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector(".tile.waits >> text=loading (1 of 7)")
+    engine.starting, engine.refusal = "", None
+    site.page.wait_for_selector("#starting", state="hidden")
+    site.idle()
+    assert engine.accepted[-1].request.model == "other"
 
 
 @thorough
@@ -948,11 +1039,12 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
 @thorough
 def test_a_second_pass(site: Site) -> None:
     """It is offered where its size is ready; what is made of its image begins from all of its pixels."""
-    site.stub.card = {"sizes": ((64, 64), (96, 64), (128, 128))}
+    site.stub.card = {"sizes": ((64, 64), (96, 64), (128, 128)), "hires_strength": 0.1}
     site.open()
     page = site.page
     page.click("#hires-fold summary")
     assert page.locator("#hires option").all_inner_texts() == ["None", "2 ×, 128 × 128"]
+    assert page.input_value("#hires-strength") == "0.1"  # the model's own
     page.select_option("#hires", "2")
     page.select_option("#hires-method", "latent")
     page.fill("#hires-steps", "7")
@@ -1013,6 +1105,7 @@ def test_reference_images(site: Site) -> None:
     page.keyboard.press("Space")
     page.click("#mask-use")
     page.wait_for_selector("#strength-field", state="visible")
+    assert "2 more reference images" in page.inner_text("#input-hint")  # which a mask leaves out
     site.draw("a red apple")
     assert colours() == [red]
     assert "mask" in site.stub.bodies[-1]
@@ -1179,9 +1272,34 @@ def test_upscale(site: Site) -> None:
     site.page.click("#viewer-actions >> text=Restore settings")
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.locator("#input").is_hidden()  # an upscale begins from no input of the form
+    assert site.page.input_value("#seed") == str(site.stub.engine.asks[0].seed)  # of the image before
+    assert site.page.input_value("#size") == "64x64"
+    assert "upscaled" in site.page.inner_text(".toast p")
     site.page.click(".toast >> text=Upscale again")
     site.page.wait_for_selector(".tile[data-id] >> nth=5")
     assert site.stub.bodies[5]["upscale"] == 1
+
+
+@thorough
+@pytest.mark.parametrize("how", ["the folder", "a file"])
+def test_an_upscaled_image_of_elsewhere(saving: Site, how: str) -> None:
+    """Its size is that before it was upscaled; the seed of that image is not in the file."""
+    made = {"prompt": "", "seed": 7, "width": 192, "height": 128, "upscale": {"scale": 2.0, "prompt": "a fox"}}
+    assert saving.stub.folder
+    saving.stub.folder.mkdir()
+    image = Image.new("RGB", (192, 128))
+    save_numbered(saving.stub.folder, image, made, 7)
+    saving.open()
+    page = saving.page
+    if how == "the folder":
+        page.locator(".tile .open").first.focus()
+        page.keyboard.press("r")
+    else:
+        data = encoded(image, "png", {**made, "upscale": 2.0, "prompt": "a fox"})
+        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    page.wait_for_selector(".toast >> text=upscaled 2 ×")
+    assert (page.input_value("#size"), page.input_value("#seed")) == ("96x64", "")
+    assert page.input_value("#prompt") == "a fox"
 
 
 @thorough

@@ -17,12 +17,15 @@ import pytest
 from jax.sharding import Mesh
 
 import canvax
+from canvax.call import HIRES_STRENGTHS, Call
 from canvax.cli.again import again
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.monitor import compilations
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.checks import default_dtype
+from canvax.pipelines.hints import hints
+from canvax.pipelines.request import make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.weights.location import BUNDLED
 from tests.support.bundled import LATENTS
@@ -329,7 +332,7 @@ def test_a_bad_size_of_the_cache_comes_before_the_model(monkeypatch: pytest.Monk
         canvax.load("./there-is-no-such-folder")
 
 
-@pytest.mark.parametrize("said", ['{"guidance_scale": "7"}', '{"steps": 3}', "[]"])
+@pytest.mark.parametrize("said", ['{"guidance_scale": "7"}', '{"hires_strength": 2}', '{"steps": 3}', "[]"])
 def test_bad_defaults_of_a_model(said: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED["emoji"], folder)
@@ -339,6 +342,34 @@ def test_bad_defaults_of_a_model(said: str, tmp_path: Path) -> None:
     ) as caught:
         canvax.load(folder)
     assert "__init__" not in str(caught.value)
+
+
+def test_a_second_pass_has_the_model_s_own_strength(emoji: canvax.Pipeline) -> None:
+    """It is recorded, since another version of the model may have another."""
+
+    def strength(**options: Any) -> float | None:
+        call = Call("a fox", options=canvax.Options(**options))
+        return make_request(emoji.model, call).options.hires_strength
+
+    own = emoji.model.defaults.hires_strength
+    assert own != HIRES_STRENGTHS["pixel"]
+    assert strength(hires=2) == own
+    assert strength(hires=2, hires_strength=0.3) == 0.3
+    assert strength() is strength(hires=2, hires_method="latent") is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "things"),
+    [
+        ("a cat and a dog", 2), ("a cat with a hat", 2), ("🐱 on a 🍕", 2), ("two cats and three dogs", 2),
+        ("a red car", 0), ("grinning cat with smiling eyes", 0), ("a face with symbols on mouth", 0),
+        ("a snowman in the snow", 0), ("a fox in the style of noto", 0), ("a cat on a white table, fluent flat", 0),
+    ],
+)  # fmt: skip
+def test_a_small_model_draws_one_thing(emoji: canvax.Pipeline, prompt: str, things: int) -> None:
+    assert len(emoji.model.concepts.things(prompt)) == things
+    told = [hint for hint in hints(emoji.model, make_request(emoji.model, Call(prompt))) if hint.argument == "prompt"]
+    assert bool(told) == bool(things)
 
 
 def test_nothing_to_save(emoji: canvax.Pipeline, tmp_path: Path) -> None:

@@ -142,22 +142,22 @@ def test_generate_without_a_cluster(emoji: canvax.Pipeline, monkeypatch: pytest.
 @pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install '.[serve]'")
 def test_arguments_of_serve() -> None:
     """Texts, as ``serve run`` gives them, and plain values."""
-    from canvax.scale.serve import Wanted
+    from canvax.scale.serve import ServeArgs
 
-    assert Wanted.of({"model": "a,b", "most": "3", "imagine": "true", "gpus": 1}) == Wanted(
+    assert ServeArgs.of({"model": "a,b", "most": "3", "imagine": "true", "gpus": 1}) == ServeArgs(
         model="a,b", most=3, imagine=True, gpus=1.0
     )
     given = {"quantize": "int8", "controlnet": "a,b", "offload": "true", "vae": "", "revision": "v2"}
     loading = Load(quantize="int8", controlnet=["a", "b"], offload=True, revision="v2", progress=False)
-    assert Wanted.of(given).loading == loading
+    assert ServeArgs.of(given).loading == loading
     with pytest.raises(InputError) as refused:
-        Wanted.of({"quantize": "int9"})
+        ServeArgs.of({"quantize": "int9"})
     assert refused.value.argument == "quantize"
     for given, said in (({"modle": "a"}, "did you mean 'model'"), ({"most": "x"}, "most='x' is not int"),
                         ({"replicas": "-3"}, "replicas='-3'"),
                         ({"imagine": "maybe"}, "imagine='maybe' is not bool")):  # fmt: skip
         with pytest.raises(InputError, match=said):
-            Wanted.of(given)
+            ServeArgs.of(given)
 
 
 def test_a_dead_engine_fails_its_health_check() -> None:
@@ -186,7 +186,7 @@ def test_a_dead_engine_fails_its_health_check() -> None:
 )
 def test_what_a_replica_holds(given: dict[str, str], held: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray knows chips by the name TPU alone, in capitals. A stand-in for Ray keeps what it was asked for."""
-    from canvax.scale.serve import Wanted, app
+    from canvax.scale.serve import ServeArgs, app
 
     asked: dict[str, Any] = {}
 
@@ -199,8 +199,9 @@ def test_what_a_replica_holds(given: dict[str, str], held: dict[str, Any], monke
         deployment=deployment, multiplexed=lambda **_: lambda hold: hold, ingress=lambda: lambda replica: replica
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
-    assert app(given) == Wanted.of(given)
-    assert asked["ray_actor_options"] == {"num_cpus": Wanted().cpus, **held}
+    assert app(given) == ServeArgs.of(given)
+    assert asked["ray_actor_options"] == {"num_cpus": ServeArgs().cpus, **held}
+    assert asked["max_queued_requests"] > 0  # without a limit nobody is refused, and all wait in vain
 
 
 def test_imagine() -> None:

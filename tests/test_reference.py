@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import io
 import re
 import shlex
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -71,7 +75,7 @@ BETTER = {
     r"\blikewise\b": "the same",
     r"\bwhoever\b": "anyone who, users who",
     r"\b(?:is|are|was|were) told\b": "gets, is recognised, is reported",
-    r"\bstands?\b|\bstood\b": "is",
+    r"\bstands?\b(?!-)|\bstood\b": "is",
     r"\bof (?:its|their) own\b": "its own ..., separate",
     r"(?<!Files )\b(?:is|are) data\b": "never compiles",
     r"\bpassed over\b": "ignored",
@@ -106,13 +110,64 @@ BETTER = {
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md")), DOCS.parent / "README.md"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS.parent)))
-def test_prose_is_plain(page: Path) -> None:
-    text = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    text = " ".join(text.split())
-    found = [
+def not_plain(text: str, rules: dict[str, str]) -> list[str]:
+    """Return the places in a text that match a rule, code spans left out, with what to write."""
+    text = " ".join(re.sub(r"^```.*?^```|``.*?``|`[^`]*`", "", text, flags=re.M | re.S).split())
+    return [
         f"...{text[max(0, match.start() - 40) : match.end() + 30]}...: {better}"
-        for pattern, better in BETTER.items()
+        for pattern, better in rules.items()
         for match in re.finditer(pattern, text)
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS.parent)))
+def test_prose_is_plain(page: Path) -> None:
+    found = not_plain(page.read_text(encoding="utf-8"), BETTER)
+    assert not found, "\n".join(found)
+
+
+PACKAGE = DOCS.parent / "src" / "canvax"
+ROOMS = (
+    *("families", "flax_api", "images", "kernels", "models", "parallel", "planning", "prompts", "samplers", "scale"),
+    *("tokenizers", "train", "weights", "denoise.py", "nn.py", "noise.py", "params.py", "quantize.py"),
+)
+"""Parts of the package whose docstrings and comments are checked."""
+
+UNCHECKED = {"folder.py", "data_folder.py"}
+
+OPENING = {
+    r"^(?:As|How|It|Its|Likewise|Nothing|Of|That|Those|What|Where|Whether|Which|Who|Why)\b": "the noun that matters"
+}
+VERB = {
+    r"^(?:A|All|An|For|From|One|The)\b": "a verb: Return the ...",
+    r"^[A-Z][a-z]*[a-rt-z]s\b(?!')": "an imperative verb: Return, not Returns or plural nouns",
+}
+"""First words of docstrings of all kinds, and of functions, and what to begin with."""
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield line, text and whether it is a function's, of each docstring and string after an attribute."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        decorators = [ast.unparse(name) for name in getattr(node, "decorator_list", ())]
+        acts = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any("property" in d for d in decorators)
+        for part in body:
+            match part:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield part.lineno, text, acts
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_are_plain(room: str) -> None:
+    """Docstrings and comments of the package follow the rules of the docs, and begin with a verb or a noun."""
+    found = []
+    paths = [PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py"))
+    for path in (path for path in paths if path.name not in UNCHECKED):
+        source = path.read_text(encoding="utf-8")
+        texts = [(line, text, OPENING | (VERB if acts else {}) | BETTER) for line, text, acts in docstrings(source)]
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        texts += [(t.start[0], t.string, BETTER) for t in tokens if t.type == tokenize.COMMENT]
+        found += [f"{path.name}:{line} {fault}" for line, text, rules in texts for fault in not_plain(text, rules)]
     assert not found, "\n".join(found)

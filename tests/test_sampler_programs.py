@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,12 +15,14 @@ import numpy as np
 import pytest
 
 import canvax
-from canvax.compile.kinds import Kinds
+from canvax.compile.additions import DeepFeatures, Keeps, ReadsImage, ReadsReferences
+from canvax.compile.kinds import Addition, Kinds, ProgramSpec, Site
 from canvax.compile.programs import Programs
 from canvax.denoise import step_noise
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
+from canvax.parallel.rules import abstract_params
 from canvax.pipelines.functions import denoise
 from canvax.samplers import SAMPLERS, Scheduler, build_table, from_scheduler_config, run
 from tests.support.bundled import LATENTS
@@ -120,3 +124,43 @@ def test_a_call_like_one_before_does_not_look_at_every_weight(monkeypatch: pytes
     del params, other
     gc.collect()
     assert leaf() is None
+
+
+@dataclass(frozen=True)
+class Own(Addition):
+    """What a call of a user's adds."""
+
+    size: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("mine",)
+
+    def programs(self, site: Site) -> dict[str, ProgramSpec]:
+        return {"mine": site.reader("image encoder", partial(jnp.asarray, dtype=jnp.float32), "vae", self.size)}
+
+    def conditions(self, site: Site) -> dict[str, Any]:
+        return {"mine": jax.ShapeDtypeStruct((site.latents[0], self.size), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    "add", [Own(3), DeepFeatures(1), Keeps(), ReadsImage("tiled"), ReadsReferences(((64, 48),) * 2)]
+)
+def test_what_a_call_adds_brings_its_programs(add: Addition) -> None:
+    """The programs of a run have no other names, and the denoiser is another one if it reads more."""
+    networks = canvax.load("emoji").model.networks
+    programs = Programs(networks, make_mesh(jax.devices()[:1]))
+    params = {name: abstract_params(spec, "float32", programs.mesh) for name, spec in networks.specs().items()}
+    plain = programs.wanted(params, (1, 8, 8, 32))
+    wanted = programs.wanted(params, (1, 8, 8, 32), Kinds().adding(add))
+    assert wanted.keys() == plain.keys() | {*add.names}
+    inputs = [str(each["guided denoiser"].inputs) for each in (plain, wanted)]
+    assert (inputs[0] == inputs[1]) == isinstance(add, ReadsImage)
+
+
+def test_additions_of_kinds() -> None:
+    """One of each class, in whatever order they were added; what is false is nothing."""
+    one = Kinds().adding(Own(1), None, Keeps(), False).adding(Own(2))
+    assert one == Kinds().adding(Keeps(), Own(2))
+    assert (one.of(Own), one.of(DeepFeatures)) == (Own(2), None)
+    assert len(Kinds._fields) <= 6

@@ -23,7 +23,7 @@ from canvax.server.adapter_cache import AdapterCache, AdapterSettings, Wanted
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.models import Warm
-from canvax.server.work import check, may_begin
+from canvax.server.work import Beside, check, may_begin
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.serving import generating
 
@@ -170,6 +170,10 @@ class Waits:
 
     shelf: AdapterCache
     adapters: Wanted
+
+    @property
+    def beside(self) -> Beside:
+        return Beside(self.adapters, self.shelf)
 
 
 def test_two_files_of_one_name(folder: Path, emoji: canvax.Pipeline, tmp_path: Path) -> None:

@@ -15,19 +15,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from canvax.errors import InputError
 from canvax.images.maps import control_map
 from canvax.images.metadata import save_image
-from canvax.server import a1111, huggingface, jobs_api, openai
+from canvax.server import a1111, app, huggingface, jobs_api, openai
+from canvax.server.answers import read_json
 from canvax.server.app import Settings
 from canvax.server.guard import LARGEST_QUESTION, allowed_hosts
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
+from canvax.server.metrics import Metrics
+from canvax.server.paths import ApiPath, Operation
 from canvax.server.rates import Rates
 from tests.support.server_stub import CARD, StubEngine, accept
 from tests.support.serving import until
@@ -352,6 +359,31 @@ def test_options_that_no_job_has_are_missing(site: Web, tmp_path: Path) -> None:
     assert told["missing"] == ["options.reuse", "options.denoising_end"]
 
 
+@pytest.mark.parametrize(
+    ("sampler", "sigmas", "known"),
+    [
+        ("DPM++ 2M Karras", None, ("dpmpp_2m", "karras")),
+        ("dpmpp_2m_karras", "Beta", ("dpmpp_2m", "beta")),  # the option wins
+        ("DPM++ 2M", None, ("DPM++ 2M", None)),
+        ("EulerDiscreteScheduler", "sgm_uniform", ("EulerDiscreteScheduler", "sgm_uniform")),
+        (None, "Align Your Steps", (None, "ays")),
+        ("ddim", [14.6, 2.0, 0.0], ("ddim", [14.6, 2.0, 0.0])),
+        ("gone k", "gone", (None, "gone")),
+    ],
+)
+def test_the_schedule_of_a_sampler_is_a_setting(
+    site: Web, tmp_path: Path, sampler: str | None, sigmas: Any, known: tuple[str | None, Any]
+) -> None:
+    """However the image says it: /api/models lists the curves by the same names."""
+    options = {} if sigmas is None else {"sigmas": sigmas}
+    metadata = {"prompt": "a fox", "seed": 5, "sampler": sampler, "options": options}
+    path = save_image(tmp_path / "a.png", Image.new("RGB", (64, 64)), metadata)
+    settings = site.http.post("/api/inspect", content=path.read_bytes()).json()["settings"]
+    assert (settings.get("sampler"), settings.get("options", {}).get("sigmas")) == known
+    curves = [curve["name"] for curve in site.http.get("/api/models").json()["curves"]]
+    assert known[1] in (None, "gone") or isinstance(known[1], list) or known[1] in curves
+
+
 @pytest.mark.parametrize("data", [b"", b"no image", picture(), picture("JPEG"), picture("WEBP"), picture()[:60]])
 def test_an_image_that_tells_nothing(site: Web, data: bytes) -> None:
     assert check_refused("own", site.http.post("/api/inspect", content=data), 400)["error"]["code"] == "no_settings"
@@ -391,6 +423,34 @@ def test_models_by_names_of_files(site: Web, name: str) -> None:
     assert site.http.post("/sdapi/v1/options", json=body).status_code == 200
     for other in ("stu", "stub/other", "other"):
         assert site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": other}).status_code == 404
+
+
+def test_folders_in_a_name_of_a_model_count(site: Web) -> None:
+    """Files of one name in several folders, and a file whose name is its own."""
+    files = {"SDXL/aom3": "checkpoints/SDXL", "sd15/aom3": "checkpoints/sd15", "ink": "checkpoints/sd15"}
+    cards = [
+        replace(CARD, id=name, sha256="", file=f"models/{folder}/{name.split('/')[-1]}.safetensors")
+        for name, folder in files.items()
+    ]
+    site.engine.cards = tuple(cards)
+
+    def chosen(name: str) -> str | None:
+        answer = site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": name})
+        assert answer.status_code in (200, 404)
+        return site.http.get("/sdapi/v1/options").json()["sd_model_checkpoint"] if answer.is_success else None
+
+    for name in (
+        "SDXL\\aom3.safetensors",
+        "SDXL/aom3.ckpt [0123456789]",
+        "sd/models/checkpoints/SDXL/aom3.safetensors",
+    ):
+        assert chosen(name) == "SDXL/aom3"
+    for name in ("ink.safetensors", "sd15/ink", "models\\checkpoints\\sd15\\ink.safetensors"):
+        assert chosen(name) == "ink"
+    for name in ("aom3.safetensors", "SDXL/ink.safetensors", "other/aom3"):
+        assert chosen(name) is None
+    listed = site.http.get("/sdapi/v1/sd-models").json()
+    assert [(one["title"], one["hash"]) for one in listed] == [(name, None) for name in files]
 
 
 # Operations.
@@ -485,6 +545,38 @@ def test_every_route_is_described_but_aliases_and_empty_ones(site: Web) -> None:
     assert {"/sdapi/v1/interrupt", "/sdapi/v1/skip", "/sdapi/v1/refresh-loras"} <= described.keys()
     edits = described["/v1/images/edits"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert {"image", "mask"} <= set(json.dumps(edits).split('"'))
+
+
+def test_an_api_is_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits, its form of errors, its description and its count follow from what it declares."""
+
+    class Echo(msgspec.Struct):
+        image: str
+
+    class Echoes:
+        PREFIXES = ("/echo/",)
+
+        def error(self, refused: Rejected, request_id: str) -> Response:
+            return Response(f"ECHO {refused.code}", refused.status)
+
+        def routes(self, engine: Any) -> list[ApiPath]:
+            async def echo(request: Request) -> Response:
+                return Response((await read_json(request, Echo)).image)
+
+            return [ApiPath("/echo/{size}", self.error, POST=Operation(echo, "Echo an image.", Echo, images=True))]
+
+    monkeypatch.setattr(app, "APIS", (*app.APIS, Echoes()))
+    web_app = app.create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics())
+    http, image = TestClient(web_app, base_url="http://localhost"), "x" * (2 * LARGEST_QUESTION)
+    assert http.post("/echo/large", json={"image": image}).text == image
+    assert (http.post("/echo/large", json={}).text, http.get("/echo/large").text, http.get("/echo/a/b").text) == (
+        "ECHO invalid_value", "ECHO method_not_allowed", "ECHO not_found",
+    )  # fmt: skip
+    described = http.get("/openapi.json").json()
+    operation = described["paths"]["/echo/{size}"]["post"]
+    assert (operation["summary"], operation["parameters"][0]["name"]) == ("Echo an image.", "size")
+    assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Echo")
+    assert 'canvax_requests_total{route="/echo/",status="200"} 1.0' in http.get("/metrics").text
 
 
 # Keys.

@@ -162,7 +162,13 @@ ODD = (
     "null", "true", "-1", "7", "0.5", "1e308", "1e309", str(10**40), str(10**400), '""', '" "', '"20"', '"nan"', '"x"',
     f'"{"y" * 40_000}"', "[]", "[1]", '["x"]', "[[null]]", "{}", '{"a": 1}', '{"a": {"b": []}}', nested(300), "NaN",
 )  # fmt: skip
-RECORDS = {kind: api for api in (jobs_api, openai, a1111, huggingface) for kind in api.BODIES.values()}
+RECORDS = {
+    operation.body: api
+    for api in (jobs_api, openai, a1111, huggingface)
+    for path in api.routes(StubEngine())
+    for operation in path.operations.values()
+    if operation.body not in (None, bytes)
+}
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)

@@ -22,7 +22,7 @@ from canvax.cli.arguments import parse
 from canvax.cli.loading import load_of, load_with
 from canvax.compile.monitor import counting
 from canvax.images.metadata import metadata_in
-from canvax.scale.serve import Images, Wanted
+from canvax.scale.serve import Images, ServeArgs
 from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.control import cards, publicly
 from canvax.server.engine import EngineSettings, ImageEngine
@@ -223,7 +223,7 @@ def test_flags(root: Path, pipe: canvax.Pipeline) -> None:
     words = ["--controlnet", nets[0], "--controlnet", nets[1], "--ip-adapter", prompts[0], "--ip-adapter", prompts[1]]
     arguments = parse(["serve", str(root / "base"), "--quiet", *map(str, words)])
     listed = [",".join(map(str, names)) for names in (nets, prompts)]
-    replica: Any = SimpleNamespace(_wanted=Wanted.of({"controlnet": listed[0], "ip_adapter": listed[1]}))
+    replica: Any = SimpleNamespace(_wanted=ServeArgs.of({"controlnet": listed[0], "ip_adapter": listed[1]}))
     with_flags = load_with(arguments, load_of(arguments, model=str(root / "base")))
     for loaded in (with_flags, Images._load(replica, str(root / "base"))):
         assert cards(loaded.model) == cards(pipe.model)

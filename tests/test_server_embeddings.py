@@ -156,13 +156,12 @@ def test_models_without_weights_read_the_words(folder: Path) -> None:
     """Tokens are counted before a model is loaded."""
     served = ServedModel("emoji", lambda name, weights=True: canvax.load(name, progress=False), weights=False)
     checked = served.check(JobRequest("a wool apple", seed=1))
-    assert [word.name for word in checked.words] == ["Wool"]
-    second = served.check(JobRequest("a cat", seed=1, options={"hires": 2, "hires_prompt": "yarn"})).second
-    assert second is not None
+    assert [word.name for word in checked.beside.words] == ["Wool"]
+    second = served.check(JobRequest("a cat", seed=1, options={"hires": 2, "hires_prompt": "yarn"})).stages[1]
     ((read,),) = second.request.texts.stages[0].parts[0]
     assert {*served.embeddings.named(["yarn"])[0][0].rows["text_encoder"]} <= {*read.variants[0].chunks[0][0]}
     served.put_on()
-    assert served.loaded_params() is not served.loaded_params(checked.words)
+    assert served.loaded_params() is not served.loaded_params(checked.beside.words)
 
 
 def test_the_shell(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

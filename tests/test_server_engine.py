@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import io
-import itertools
 import threading
 import time
 import weakref
@@ -33,7 +32,7 @@ from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Stat
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
-from canvax.server.work import Checked, byte_size, check, sample
+from canvax.server.work import Stage, byte_size, check, sample
 from tests.support.serving import until
 
 ONE = canvax.make_mesh(jax.devices()[:1])
@@ -181,56 +180,22 @@ def test_work_is_counted_in_rows_as_they_are_timed(*, guided: bool, embedded: bo
     table = build_table(PIPE.model.scheduler, 8, guidance=3.0)
     request: Any = SimpleNamespace(guided=guided, embedded=embedded)
     group: Any = None
-    assert Checked(request, table, group, [1]).rows == part * len(table)
+    assert Stage(request, table, group).rows == part * len(table)
 
 
-@pytest.mark.parametrize("free", [None, 1])
-def test_batches_run_side_by_side_where_that_is_faster_and_fits(
-    engine: ImageEngine, monkeypatch: pytest.MonkeyPatch, free: int | None
-) -> None:
-    """Timed by a clock of ours: three calls at a time take as long as one, a fourth waits for another."""
-    asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1, 4), lanes=8)
-    group.compile(PIPE.params or {})
-    monkeypatch.setattr("canvax.server.group.free_bytes", lambda mesh: free)
-    monkeypatch.setattr(
-        Group, "_timed", lambda group, images, carry, rows: -(-group._lanes[images] // 3) * (images**0.5)
-    )
-    carry: Any = SimpleNamespace(run=SimpleNamespace(table=range(9)))
-    group.measure(carry)
-    assert group.batches == ([1, 4] if free else [1, 2, 4, 8])
-    assert [len(group._new_batch(images)._batches) for images in group.batches] == ([1, 1] if free else [1, 2, 1, 2])
-
-
-def timed_group(monkeypatch: pytest.MonkeyPatch, seconds: Any, lanes: int = 8) -> Group:
-    """Batches of 1 and 4, measured by a clock of ours: ``seconds`` of each call, by images and lanes."""
-    asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1, 4), lanes=lanes)
-    group.compile(PIPE.params or {})
-    monkeypatch.setattr(Group, "_timed", lambda group, images, carry, rows: seconds(images, group._lanes[images]))
-    carry: Any = SimpleNamespace(run=SimpleNamespace(table=range(9)))
-    group.measure(carry)
-    return group
-
-
-@pytest.mark.parametrize("disturbed", [(1, 1), (2, 2), (4, 1), (8, 2)])
-def test_a_measurement_that_was_disturbed_decides_nothing(
-    monkeypatch: pytest.MonkeyPatch, disturbed: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("disturbed", [1, 4])
+def test_a_measurement_that_was_disturbed_decides_nothing(monkeypatch: pytest.MonkeyPatch, disturbed: int) -> None:
     """The machine did something else during the first ones."""
-    noise = iter((1.0, 9.0, 9.0))
-
-    def seconds(images: int, lanes: int) -> float:
-        return 0.01 * -(-lanes // 3) * images**0.5 * (next(noise, 1.0) if (images, lanes) == disturbed else 1.0)
-
-    assert timed_group(monkeypatch, seconds).batches == [1, 2, 4, 8]
-
-
-def test_batches_that_were_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though none is faster than single images; others go."""
-    group = timed_group(monkeypatch, lambda images, lanes: 0.01 * images**1.5)
-    assert group.batches == sorted(group.timings.row) == [1, 4]
-    assert group.batch_for(4) == 1
+    asked, noise = sample("emoji", PIPE.model, 64, 64), iter((1.0, 9.0, 9.0))
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1, 4))
+    group.compile(PIPE.params or {})
+    monkeypatch.setattr(
+        Group, "_timed",
+        lambda group, images, carry, rows: 0.01 * images**0.5 * (next(noise, 1.0) if images == disturbed else 1.0),
+    )  # fmt: skip
+    carry: Any = SimpleNamespace(run=SimpleNamespace(table=range(9)))
+    group.measure(carry)
+    assert (group.batches, group.timings.row) == ([1, 4], {1: 0.01, 4: 0.02})
 
 
 def test_timings_are_kept_beside_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +204,7 @@ def test_timings_are_kept_beside_the_programs(tmp_path: Any, monkeypatch: pytest
     measured = list[tuple[int, ...]]()
     measure = Group.measure
     monkeypatch.setattr(
-        Group, "measure", lambda group, carry: (measured.append(group._asked), measure(group, carry))[1]
+        Group, "measure", lambda group, carry: (measured.append(tuple(group.batches)), measure(group, carry))[1]
     )
     found = []
     for batches in ((1, 2), (1, 2), (1,), (1, 2)):
@@ -248,7 +213,7 @@ def test_timings_are_kept_beside_the_programs(tmp_path: Any, monkeypatch: pytest
         group = served.build(asked.group, batches, lambda build: None)
         served.time(asked, group)
         assert served.colours.known
-        found.append((group.batches, group._lanes, group.timings.row, group.timings.encode, group.timings.decode))
+        found.append((group.batches, group.timings.row, group.timings.encode, group.timings.decode))
         assert all(seconds > 0 for seconds in (group.timings.encode, group.timings.decode))
     assert measured == [(1, 2), (1,)]
     assert found[0] == found[1] == found[3]
@@ -258,26 +223,6 @@ def test_a_size_that_has_no_programs_is_refused() -> None:
     """Though it is among those that are to be made."""
     served = models.ServedModel("emoji", load)
     assert served.refusal(sample("emoji", served.model, 64, 64).group, (Warm(),)).code == "size_not_ready"
-
-
-def test_a_lane_without_an_image_says_nothing_of_two(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1,), lanes=2)
-    group.compile(PIPE.params or {})
-    group.timings.row, group._lanes = {1: 0.05, 2: 0.09}, {1: 1, 2: 2}
-    jobs = [
-        Job(JobRequest("a red apple", seed=i), "emoji", asked.pictures(), cancel=lambda job: None) for i in range(2)
-    ]
-    one, two = (asked.item(job, job.pictures[0]) for job in jobs)
-    clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=itertools.count().__next__)  # a step takes a second
-    monkeypatch.setattr("canvax.server.group.time", clock)
-    group.seat([one], 2)
-    group.step()
-    assert group.timings.row[2] == 0.09
-    before = one.row
-    group.seat([one, two], 2)
-    group.step()
-    assert group.timings.row[2] == pytest.approx(0.8 * 0.09 + 0.2 / (one.row - before))
 
 
 def test_the_queue_is_told_as_it_is(engine: ImageEngine) -> None:
@@ -605,6 +550,20 @@ def test_what_cannot_be_done_is_said_at_once(
     assert (told.status, told.code, told.param) == (status, code, param), told.message
 
 
+def test_tiles_without_programs_name_what_starts_a_server_with_them(
+    engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No size is proposed: a request that upscales has none."""
+    served = engine._models.named(None)
+    others = {key: group for key, group in served.groups.items() if key.size == "96x96"}
+    monkeypatch.setattr(served, "groups", others)
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest("a red apple", image=APPLE.copy(), upscale=2.0))
+    assert (refused.value.code, refused.value.param) == ("size_not_ready", "upscale")
+    size = "x".join(map(str, served.model.native_size))
+    assert f"--warm {size}" in refused.value.message
+
+
 def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_settings", EngineSettings(queue_images=5))
     jobs = [engine.submit(JobRequest("a dog face", seed=i, steps=50)) for i in range(5)]
@@ -642,7 +601,7 @@ def test_waits_count_that_batches_do_several_images_at_a_time(
     group = next(iter(engine._models._served["emoji"].groups.values()))
     monkeypatch.setattr(group, "timings", Timings({1: 1.0, 4: 1.6}))
     monkeypatch.setattr(engine, "_leader", lambda: None)  # nothing begins
-    alone = check(JobRequest("a dog face", steps=10), "emoji", PIPE.model).rows
+    alone = check(JobRequest("a dog face", steps=10), "emoji", PIPE.model).stages[0].rows
     shared = 0.4 * alone
     monkeypatch.setattr(engine, "_settings", EngineSettings(queue_seconds=9.5 * shared))
     first = engine.submit(JobRequest("a dog face", steps=10))

@@ -417,6 +417,16 @@ def test_finished_files_beyond_a_limit_are_forgotten() -> None:
     assert [ledger.get(one.id, "") for one in jobs] == [None, None, *jobs[2:]]
 
 
+def test_a_job_with_an_image_is_no_suspect() -> None:
+    """Once it has made one it shares batches again: the process was not killed for it."""
+    book, one = JobStore(Metrics(), None, 600.0, lambda job: None), job(JobRequest("a", n=2))
+    accept(book, one)
+    one.attempts = 1
+    done(one, 0)
+    book.finished(one, 0)
+    assert (one.attempts, one.status.over) == (0, False)
+
+
 def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
     with opened(path) as journal:
         book = JobStore(Metrics(), journal, 600.0, lambda job: None)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,7 +34,7 @@ from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import ServedModel
-from canvax.server.work import GroupKey, Item
+from canvax.server.work import Beside, GroupKey, Item, Stage
 
 MODELS = ("a", "b", "c")
 FITTING = 2
@@ -155,9 +154,11 @@ class StubBatch:
         run = self._runs[slot]
         return run[1] - run[0] if run else 0
 
-    def denoised(self, slot: int) -> np.ndarray:
+    denoised = np.zeros(64)
+
+    def unpacked(self, packed: Any) -> Any:
         WORLD.call("preview")
-        return np.zeros(())
+        return packed
 
     def take(self, slot: int) -> np.ndarray:
         WORLD.call("take")
@@ -179,7 +180,6 @@ class StubGroup(Group):
     def __init__(self, key: GroupKey, batches: Sequence[int]) -> None:
         self.key, self.used, self.alone, self.batches = key, 0.0, 1, list(batches)
         self.timings = Timings({batch: ROW[batch] for batch in batches}, 0.0, DECODE)
-        self._lanes = dict.fromkeys(batches, 1)
         text = SimpleNamespace(shortest=key.kinds.lengths)
         self._programs: Any = SimpleNamespace(networks=SimpleNamespace(text=text))
         self._batch, self._seats = None, []
@@ -192,8 +192,8 @@ class StubGroup(Group):
     def begin(self, item: Item) -> Any:
         if item.carried is None:
             WORLD.call("encode")
-            assert item.shelf is not None
-            item.shelf.shares(item.adapters)
+            assert item.beside.shelf is not None
+            item.beside.shelf.shares(item.beside.adapters)
             item.carried = standing(0, len(item.table))
         return item.carried
 
@@ -274,41 +274,48 @@ class StubItem(Item):
     def metadata(self, model: Any) -> dict[str, Any]:
         return {}
 
-    def larger(self, request: Any, pixels: Any, latents: Any) -> Any:
-        return request
+
+class StubStage(Stage):
+    rows = property(lambda stage: len(stage.table))
 
 
 class StubChecked:
     input_bytes, tiles, hints = 0, True, ()  # no images are sent, and hints are those of a real model
 
     def __init__(self, ask: JobRequest, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
-        self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], Kinds())
-        self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
-        self._adapters = {shelf.adapters[adapter]: scale for adapter, scale in ask.adapters.items()} if shelf else {}
-        self.table = range(self.rows)
-        self.request = SimpleNamespace(
+        adapters: Any = {shelf.adapters[adapter]: scale for adapter, scale in ask.adapters.items()} if shelf else {}
+        self.images, self.beside = ask.n, Beside(adapters, cast("Any", shelf))
+        self.request: Any = SimpleNamespace(
             guided=True, embedded=False, init_images=None, options=Options(**ask.options, progress=False)
         )
-        self.second: Any = None
-        if ask.options:
-            self.second = StubChecked(replace(ask, height=SIZES[-1], options={}), name, model, shelf)
+        table: Any = range(ask.steps or 1)
+        heights = (ask.height or SIZES[0], *(SIZES[-1:] if ask.options else ()))
+        self.stages = [
+            StubStage(self.request, table, GroupKey(name, height, SIZES[0], Kinds()), None if last else then)
+            for height, last in zip(heights, (len(heights) == 1, True), strict=False)
+        ]
+        self.group = self.stages[0].group
 
     def job(self, ask: JobRequest, cancel: Callable[[Job], None]) -> Job:
         return Job(ask, self.group.model, self.pictures(), cancel=cancel)
 
     def pictures(self) -> list[Picture]:
-        rows = self.rows + (self.second.rows if self.second else 0)
+        rows = sum(len(stage.table) for stage in self.stages)
         return [Picture(i, i, SIZES[0], self.group.height, rows) for i in range(self.images)]
 
     def items(self, job: Job, picture: Picture) -> list[Item]:
         previews = tuple(range(1, min(job.request.previews, picture.steps - 1) + 1))
-        request, table, shelf = cast("tuple[Any, Any, Any]", (self.request, self.table, self._shelf))
-        return [
-            StubItem(
-                job, picture, request, table, self.group, job.request.client, previews=previews,
-                adapters=self._adapters, shelf=shelf, second=self.second,  # type: ignore[arg-type]
-            )
-        ]  # fmt: skip
+        return [StubItem(job, picture, [*self.stages], job.request.client, self.beside, previews=previews)]
+
+
+def alone(item: Item) -> float:
+    """Seconds of the stages of an image from its present one on."""
+    return sum(seconds for seconds, _ in item.costs[item.at :])
+
+
+def then(request: Any, pixels: Any, latents: Any) -> Any:
+    """The second stage's request, as it is."""
+    return request
 
 
 class Later:
@@ -410,7 +417,7 @@ class Server(RuleBasedStateMachine):
         self.fewer = self.fewer or names != MODELS
         self._start(names)
         before, self.jobs = self.jobs, []
-        seconds = sum(item.expected + item.later[0] for item in self.engine._queue)
+        seconds = sum(alone(item) for item in self.engine._queue)
         for job, _ in before:
             again = self.engine.job(job.id, job.request.client)
             assert again is not None, job.status
@@ -455,7 +462,7 @@ class Server(RuleBasedStateMachine):
             prompt, model=model, client=client, steps=steps, n=n, height=SIZES[size], previews=previews,
             adapters=dict.fromkeys(adapters, 1.0), seconds=seconds, options={"hires": hires} if hires else {},
         )  # fmt: skip
-        before = sum(item.expected + item.later[0] for item in self.engine._queue)
+        before = sum(alone(item) for item in self.engine._queue)
         try:
             job = self.engine.submit(ask)
         except Rejected as refused:
@@ -464,7 +471,9 @@ class Server(RuleBasedStateMachine):
             assert seconds or WORLD.fired or self.fewer
         else:
             job.look()
-            seconds = before + sum(item.expected + item.later[0] for item in self.engine._items[job.id])
+            seconds = before + sum(
+                sum(alone for alone, _ in item.costs[item.at :]) for item in self.engine._items[job.id]
+            )
             self.known[job.id] = job
             self.jobs.append((job, WORLD.now + 40 + 4 * seconds))
 
@@ -571,9 +580,9 @@ class Server(RuleBasedStateMachine):
         for name in self.engine._models._served:
             model: Any = self.engine._models.named(name)
             items = [item for item in self.engine._queue.begun if item.group.model == name]
-            assert model.shelf.slots._pins == Counter(entry for item in items for entry in item.adapters)
+            assert model.shelf.slots._pins == Counter(entry for item in items for entry in item.beside.adapters)
             assert len(model.shelf.slots._pins) <= PLACES
-            for entry in (entry for item in items if item.carried and model.loaded for entry in item.adapters):
+            for entry in (entry for item in items if item.carried and model.loaded for entry in item.beside.adapters):
                 assert model.shelf.written[model.shelf.slots.held[entry]] is entry
 
     @invariant()

@@ -47,7 +47,7 @@ SERIES = {
 def metrics() -> Metrics:
     """One of everything happened."""
     metrics = Metrics()
-    metrics.request("/v1/models", 200, 0.5)
+    metrics.request("/v1/", 200, 0.5)
     metrics.submitted("emoji")
     metrics.refused("queue_full")
     metrics.over("emoji", "done", 2.0)

@@ -391,11 +391,28 @@ def test_a1111_hires_fix_that_is_not_there(site: Site, name: str) -> None:
 
 
 def test_a1111_extra_single_image(site: Site) -> None:
-    body = {"image": b64(picture()), "upscaling_resize": 2, "upscaler_1": "R-ESRGAN 4x+", "gfpgan_visibility": 0}
+    body = {"image": b64(picture()), "upscaling_resize": 2, "upscaler_1": "SD upscale", "gfpgan_visibility": 0}
     answer = site.post("/sdapi/v1/extra-single-image", body)
     assert opened(answer.json()["image"]).size == (128, 128)
     assert (site.ask.upscale, site.ask.prompt, site.ask.strength) == (2.0, "", 0.3)
-    assert site.post("/sdapi/v1/extra-single-image", body | {"codeformer_visibility": 1}).status_code == 422
+    for name, value in (("codeformer_visibility", 1), ("extras_upscaler_2_visibility", 0.5), ("upscaler_1", "4x+")):
+        answer = site.post("/sdapi/v1/extra-single-image", body | {name: value})
+        assert (answer.status_code, answer.json()["body"]) == (422, name)
+
+
+@pytest.mark.parametrize("upscaler", ["None", "Lanczos", "Nearest", "nearest"])
+def test_a1111_resizes_without_a_model(site: Site, upscaler: str) -> None:
+    asked, image = len(site.engine.asks), Image.new("RGB", (8, 8))
+    image.putpixel((3, 3), (255, 255, 255))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    body = {"image": b64(out.getvalue()), "upscaling_resize": 2.5, "upscaler_1": upscaler}
+    larger = opened(site.post("/sdapi/v1/extra-single-image", body).json()["image"])
+    assert larger.size == (20, 20)
+    assert (len(larger.getcolors(400)) == 2) == (upscaler.lower() == "nearest")
+    assert len(site.engine.asks) == asked
+    body |= {"image": b64(picture(size=(4000, 2000))), "upscaling_resize": 8}
+    assert site.post("/sdapi/v1/extra-single-image", body).json()["body"] == "upscaling_resize"
 
 
 def test_a1111_crops_to_the_size(site: Site) -> None:
@@ -424,7 +441,7 @@ def test_a1111_lists(site: Site) -> None:
     assert "Karras" in [scheduler["label"] for scheduler in get("schedulers")]
     assert get("scripts") == {"txt2img": [], "img2img": []}
     assert {kind: list(words) for kind, words in get("embeddings").items()} == {"loaded": ["wool"], "skipped": ["yarn"]}
-    assert [upscaler["name"] for upscaler in get("upscalers")] == ["None", "Lanczos"]
+    assert [upscaler["name"] for upscaler in get("upscalers")] == ["None", "Lanczos", "Nearest", "SD upscale"]
     assert get("latent-upscale-modes") == [{"name": "Latent"}]
     for name in ("sd-vae", "sd-modules", "hypernetworks", "prompt-styles",
                  "face-restorers", "realesrgan-models", "script-info"):  # fmt: skip

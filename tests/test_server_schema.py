@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from canvax.server import a1111, huggingface, jobs_api, openai
+from canvax.server.app import APIS
 from canvax.server.openapi import description
+from tests.support.server_stub import StubEngine
 from tests.support.web_site import Web, web
 
 try:  # not among what the tests install: it brings a pytest plugin, and three dozen packages
@@ -22,11 +23,7 @@ except ImportError:
 
 pytestmark = pytest.mark.slow
 
-DESCRIBED = json.loads(
-    json.dumps(
-        description({path: body for api in (jobs_api, openai, a1111, huggingface) for path, body in api.BODIES.items()})
-    )
-)
+DESCRIBED = json.loads(json.dumps(description([path for api in APIS for path in api.routes(StubEngine())])))
 SCHEMA = schemathesis.openapi.from_dict(DESCRIBED)
 OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
 EXAMPLES = int(os.environ.get("CANVAX_EXAMPLES", "60"))

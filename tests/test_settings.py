@@ -27,9 +27,10 @@ from canvax.pipelines.checks import FITS_ALL, check_size
 from canvax.pipelines.request import make_request
 from canvax.scale.rows import NAMES
 from canvax.scale.work import call_of
-from canvax.server.jobs_api import BODIES, NewJob
+from canvax.server.jobs_api import NewJob, routes
 from canvax.server.openapi import description
 from canvax.settings import add_flags, aliases, as_flags, declared, idle, json_schema, markdown, offered, setting
+from tests.support.server_stub import StubEngine
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,7 +41,7 @@ class Grained(canvax.Options):
 
     grain: float = setting(
         0.0, "film grain over the image", low=0, high=1, cure="0.1 is usual", also=("film_grain",), group=IMAGE,
-        needs=("mask",), infotext="Grain",
+        hint_without=("mask",), infotext="Grain",
     )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_a_new_setting_is_everywhere() -> None:
     }  # fmt: skip
     assert "| `grain` | 0 | number, 0..1 | film grain over the image |" in markdown(Grained)
     assert aliases(Grained)["film_grain"] == "grain"
-    there = dict.fromkeys({need for one in declared(Grained).values() for need in one.setting.needs}, True)
+    there = dict.fromkeys({need for one in declared(Grained).values() for need in one.setting.hint_without}, True)
     assert list(idle(Grained(grain=0.5), there | {"mask": False})) == [("grain", "mask")]
     assert not list(idle(Grained(grain=0.5), there))
     with pytest.raises(canvax.InputError) as refused:
@@ -70,7 +71,7 @@ def test_every_entry_point_takes_the_record() -> None:
     assert options <= set(SETTINGS)
     assert options <= set(NAMES)
     assert set(ALIASES.values()) <= {"prompt", *SETTINGS}
-    schema = description(BODIES)["components"]["schemas"]["Options"]
+    schema = description(routes(StubEngine()))["components"]["schemas"]["Options"]
     assert set(schema["properties"]) == set(offered(OptionRecord, "server"))
     assert "reuse" not in schema["properties"]
 
@@ -132,8 +133,8 @@ def test_names_are_unambiguous() -> None:
     assert len(names) == len(set(names))
     assert len(others) == len(set(others))
     assert len(flags) == len(set(flags))
-    conditions = {need for one in declared(OptionRecord).values() for need in one.setting.needs}
-    required = {one.setting.requires.partition("=")[0] for one in declared(OptionRecord).values()}
+    conditions = {need for one in declared(OptionRecord).values() for need in one.setting.hint_without}
+    required = {one.setting.error_without.partition("=")[0] for one in declared(OptionRecord).values()}
     assert required - {""} <= set(names)
     assert conditions & declared(OptionRecord).keys() == {"pag_scale", "reuse", "variation_strength"}
 

@@ -43,10 +43,10 @@ from canvax.quantize import KINDS
 from canvax.settings import declared
 from canvax.train import diffusion, dreambooth, low_rank, task
 from canvax.train.board import Board
-from canvax.train.controlnet import CONTROL_PLAN, Controlling, train_controlnet
+from canvax.train.controlnet import CONTROL_PLAN, ControlNetTask, train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
-from canvax.train.finetune import Whole
+from canvax.train.finetune import FullFinetune
 from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
 from canvax.train.lora import LORA_PLAN, Lora, train_lora
 from canvax.train.low_rank import FORMATS, LAYERS
@@ -54,7 +54,7 @@ from canvax.train.pictures import Pictures, read_pictures
 from canvax.train.settings import LoraRecord, WordCaptions
 from canvax.train.state import save_state
 from canvax.train.task import PLAN as PLAN_OF_MODELS
-from canvax.train.task import Start, Subject, Training
+from canvax.train.task import InitialState, Subject, Training
 from canvax.train.textual_inversion import CAPTIONS, Inversion, train_inversion
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from tests.support.refusals import refused
@@ -331,7 +331,7 @@ def test_what_is_frozen_is_read_in_the_dtype_of_the_computation(
     """In float32 the largest models leave no room for gradients; the numbers are those of a cast afterwards."""
     model = build_xl(tmp_path / "xl")
     read: dict[str, set[str]] = {}
-    starts: list[Start] = []
+    starts: list[InitialState] = []
     kept: list[Any] = []
 
     def opened(*arguments: Any, **keywords: Any) -> Any:
@@ -341,7 +341,7 @@ def test_what_is_frozen_is_read_in_the_dtype_of_the_computation(
             read[component] = read.get(component, set()) | dtypes
         return *others, params
 
-    def begin(self: Lora, *arguments: Any) -> Start:
+    def begin(self: Lora, *arguments: Any) -> InitialState:
         starts.append(real_begin(self, *arguments))
         return starts[-1]
 
@@ -410,7 +410,7 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     pipe: Any = Pipe()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        task._preview(run, Controlling(), pipe, {}, {"prompt": run.prompts}, None)(3, {})
+        task._preview(run, ControlNetTask(), pipe, {}, {"prompt": run.prompts}, None)(3, {})
     assert not seen
     assert (tmp_path / "previews" / "0000003.png").is_file()
 
@@ -533,10 +533,10 @@ def test_a_controlnet(model: Path, tmp_path: Path) -> None:
         train_controlnet(training(model, pairs, tmp_path / "b", prompts=("a",)), one())
 
 
-class Watching(Controlling):
+class Watching(ControlNetTask):
     """A ControlNet of one number, which nothing moves."""
 
-    def begin(self, model: Any, params: Any, training: Training, dtype: Any) -> Start:
+    def begin(self, model: Any, params: Any, training: Training, dtype: Any) -> InitialState:
         start = super().begin(model, params, training, dtype)
         return replace(start, trained={"controlnet": {"w": np.zeros(1, np.float32)}})
 
@@ -732,9 +732,9 @@ def test_records_have_the_choices_there_are() -> None:
         (lambda: Plan(0, 1), "steps"), (lambda: Plan(1, 1, average=1.0), "average"),
         (lambda: Plan(1, 1, learning_rate=0), "learning_rate"), (lambda: Plan(1, 1, seed=2**32), "seed"),
         (lambda: Lora(rank=1025), "rank"), (lambda: Lora(layers="none"), "layers"),
-        (lambda: Lora(text_rate=1e-5), "text_rate"), (lambda: Whole(text=1), "text"),
+        (lambda: Lora(text_rate=1e-5), "text_rate"), (lambda: FullFinetune(text=1), "text"),
         (lambda: Instance("sks", count=3), "count"), (lambda: Inversion("w", "cat", 76), "vectors"),
-        (lambda: Controlling((0,)), "widths"), (lambda: Training("m", "p", Path("f"), empty=1), "empty"),
+        (lambda: ControlNetTask((0,)), "widths"), (lambda: Training("m", "p", Path("f"), empty=1), "empty"),
         (lambda: Training("m", "p", Path("f"), preview_steps=2), "preview_steps"),
         (lambda: Training("m", "p", Path("f"), gamma=0), "gamma"),
     ],
@@ -846,6 +846,6 @@ def test_one_process_writes_for_tensorboard(
     found = [value for event in events(first) for value in event.summary.value]
     assert [value.tag for value in found if value.HasField("image")] == ["previews"]
     assert sum(value.tag == "loss" for value in found) == 2
-    monkeypatch.setattr(task, "leads", lambda mesh: False)
+    monkeypatch.setattr(task, "is_main_process", lambda mesh: False)
     assert train_lora(training(model, pictures, tmp_path / "2", tensorboard=second), Lora(rank=2), one())
     assert not second.exists()

@@ -25,7 +25,7 @@ from canvax.weights.load import Scratch, materialise
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing, open_safetensors, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, open_safetensors, write_safetensors
 from tests.support.checkpoints import (
     BFLOAT16,
     file_arrays,
@@ -188,15 +188,15 @@ def test_rules_both_ways(tmp_path: Path) -> None:
     ours = {f"layers.{i}.{part}.weight": rng.random((n, 3)) for i in range(2) for part, n in rows.items()}
     ours |= {"norm_out.bias": rng.random(6), "projection.weight": rng.random((2, 5)), "to_q.weight": rng.random((4, 4)),
              "other.weight": rng.random(3)}  # fmt: skip
-    outgoing = [Outgoing(name, a.shape, a.dtype, lambda a=a: a) for name, a in ours.items()]
-    write_safetensors(tmp_path / "a.safetensors", RULES.to_theirs(outgoing), {})
+    to_save = [ArrayToSave(name, a.shape, a.dtype, lambda a=a: a) for name, a in ours.items()]
+    write_safetensors(tmp_path / "a.safetensors", RULES.to_external(to_save), {})
     theirs = load_file(tmp_path / "a.safetensors")
     assert {name: array.shape for name, array in theirs.items()} == {
         "blocks.0.qkv.weight": (14, 3), "blocks.1.qkv.weight": (14, 3), "final.mod.bias": (6,), "projection": (5, 2),
         "attn.q.weight": (4, 4, 1, 1), "other.weight": (3,),
     }  # fmt: skip
     np.testing.assert_array_equal(theirs["final.mod.bias"], np.roll(ours["norm_out.bias"], 3))
-    read = {entry.name: entry for entry in RULES.to_ours(open_safetensors(tmp_path / "a.safetensors"))}
+    read = {entry.name: entry for entry in RULES.to_internal(open_safetensors(tmp_path / "a.safetensors"))}
     assert read.keys() == ours.keys()
     assert read["projection.weight"].order == "flax"
     for name, array in ours.items():
@@ -209,8 +209,8 @@ def test_scales_of_8_bit_weights(scale: np.ndarray, tmp_path: Path) -> None:
     weight = np.linspace(-3, 3, 24).reshape(6, 4).astype(ml_dtypes.float8_e4m3fn)
     arrays = {"scaled_fp8": weight[:0, 0], "a.weight": weight, "a.scale_weight": np.asarray(scale),
               "a.scale_input": np.float32(1).reshape(1), "b.weight": weight}  # fmt: skip
-    outgoing = [Outgoing(name, a.shape, a.dtype, lambda a=a: a) for name, a in arrays.items()]
-    write_safetensors(tmp_path / "a.safetensors", outgoing, {})
+    to_save = [ArrayToSave(name, a.shape, a.dtype, lambda a=a: a) for name, a in arrays.items()]
+    write_safetensors(tmp_path / "a.safetensors", to_save, {})
     read = {entry.name: entry for entry in open_weights(tmp_path / "a.safetensors")}
     wanted = weight.astype(np.float32) * np.reshape(scale, (-1, 1))
     assert read.keys() == {"a.weight", "b.weight"}

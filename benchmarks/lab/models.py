@@ -25,10 +25,10 @@ from canvax.models.clip import clip_configs
 from canvax.models.networks import Networks
 from canvax.params import Param, flatten, init_param
 from canvax.types import DType, HostArray
-from canvax.weights.folder import INDEX, KINDS, STEMS
+from canvax.weights.folder import INDEX, STEMS, library_of
 from canvax.weights.layouts import arrays_to_save, reads_parts_of_arrays
 from canvax.weights.location import BUNDLED
-from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
 
 _NUMBERS = (1 << 24) - 3  # a prime: no two rows of a weight begin alike
 
@@ -68,10 +68,10 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
     layout = LAYOUTS.get(type(preset.denoiser))
     configs = layout.configs(preset) if layout else _unet_configs(preset)
 
-    def write(name: str, arrays: Sequence[Outgoing]) -> None:
+    def write(name: str, arrays: Sequence[ArrayToSave]) -> None:
         (folder / name).mkdir()
         _write_json(folder / name / "config.json", configs[name])
-        write_safetensors(folder / name / f"{STEMS[KINDS[name]]}.safetensors", arrays, {"format": "pt"})
+        write_safetensors(folder / name / f"{STEMS[library_of(name)]}.safetensors", arrays, {"format": "pt"})
 
     with ThreadPoolExecutor() as threads:
         arrays = random_arrays(preset, dtype, seed)
@@ -89,14 +89,14 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
     return folder
 
 
-def random_arrays(preset: Networks, dtype: DType, seed: int = 0) -> dict[str, Sequence[Outgoing]]:
+def random_arrays(preset: Networks, dtype: DType, seed: int = 0) -> dict[str, Sequence[ArrayToSave]]:
     """What the files of each component hold, under the names that diffusers and transformers give."""
     layout, supply = LAYOUTS.get(type(preset.denoiser)), min(_NUMBERS, preset_bytes(preset, np.int8))
-    components: dict[str, Sequence[Outgoing]] = {}
+    components: dict[str, Sequence[ArrayToSave]] = {}
     for i, (name, arrays) in enumerate(_arrays(preset).items()):
         numbers = _Numbers(seed + i, supply)  # one for each: they may be written at the same time
         components[name] = [
-            Outgoing(key, shape, param.dtype_in(dtype), partial(numbers, param, param.dtype_in(dtype), shape))
+            ArrayToSave(key, shape, param.dtype_in(dtype), partial(numbers, param, param.dtype_in(dtype), shape))
             for key, param, shape in arrays
         ]
         if layout and not reads_parts_of_arrays(preset, name):
@@ -118,14 +118,14 @@ def _arrays(preset: Networks) -> dict[str, list[Stored]]:
 def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
     configs = {"unet": preset.config, "vae": preset.vae, **clip_configs(preset.text)}
     kinds = {
-        name: {"_class_name": _CLASSES[name]} if KINDS[name] == "diffusers" else {"model_type": "clip_text_model"}
+        name: {"_class_name": _CLASSES[name]} if library_of(name) == "diffusers" else {"model_type": "clip_text_model"}
         for name in configs
     }
     return {name: fields_of(cfg) | kinds[name] for name, cfg in configs.items()}
 
 
 def _unet_index(preset: Networks) -> dict[str, Any]:
-    index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs()}
+    index: dict[str, Any] = {name: [library_of(name), _CLASSES[name]] for name in preset.specs()}
     for name in clip_configs(preset.text):
         index[name.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
     index |= {

@@ -21,7 +21,8 @@ from canvax.cli.arguments import build_parser
 from canvax.familiar import CALL, HARMLESS, LOAD, flax_tables, tables
 from canvax.samplers.specs import SAMPLERS
 from canvax.server import history
-from canvax.server.app import APIS
+from canvax.server.app import APIS, operations
+from canvax.server.jobs import State
 from canvax.server.metrics import Metrics
 from canvax.server.openapi import description
 from canvax.settings import Declared, aliases, declared, markdown
@@ -136,8 +137,10 @@ def samplers() -> str:
 
 
 def http_api() -> str:
-    bodies = {path: body for api in (*APIS, history) for path, body in api.BODIES.items()}
-    document = description(bodies, history=True)
+    engine: Any = None
+    paths = [path for api in APIS for path in api.routes(engine)] + history.routes(Path())
+    paths += operations(lambda: State.READY, Metrics())
+    document = description(paths)
     schemas = document["components"]["schemas"]
     parts = [
         "# HTTP API",

@@ -39,7 +39,7 @@ class Design:
         unet: config of the UNet.
         vae: config of the autoencoder.
         scheduler: ``scheduler_config.json``: the noise trained with, and the sampler drawn with.
-        defaults: ``canvax.json``: steps and guidance scale.
+        defaults: ``canvax.json``: steps, guidance scale and strength of a second pass.
     """
 
     text: ClipTextConfig

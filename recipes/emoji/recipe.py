@@ -155,7 +155,8 @@ class Recipe:
             num_attention_heads=4,
             eos_token_id=self.vocabulary - 1,
         )
-        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 3.0})
+        defaults = {"num_inference_steps": 20, "guidance_scale": 3.0, "hires_strength": 0.1}
+        return Design(text, unet, vae, SCHEDULER, defaults)
 
     @property
     def small(self) -> Recipe:
@@ -347,7 +348,7 @@ def _check_same_run(run: Run, drawings: Pictures) -> None:
     before = read_json(path)
     if changed := sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name)):
         problem = f"holds a run with another {', '.join(changed)}"
-        raise InputError("output", str(run.folder), problem, "choose another folder")
+        raise InputError("output", problem, cure="choose another folder", value=str(run.folder))
 
 
 def _with_vocabulary(run: Run, train: Pictures) -> Recipe:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
     )
     from canvax.families.convert import convert
+    from canvax.guidance import Guidance
     from canvax.images.metadata import read_metadata
     from canvax.kernels.target import plain_kernels
     from canvax.parallel.memory import Memory
@@ -44,6 +45,7 @@ _HOMES = {
     "Cancelled": "canvax.errors",
     "CanvaxError": "canvax.errors",
     "CheckpointError": "canvax.errors",
+    "Guidance": "canvax.guidance",
     "HintWarning": "canvax.errors",
     "HubError": "canvax.errors",
     "ImagePrompt": "canvax.pipelines.image_prompts",
@@ -73,6 +75,7 @@ __all__ = [
     "Cancelled",
     "CanvaxError",
     "CheckpointError",
+    "Guidance",
     "HintWarning",
     "HubError",
     "ImagePrompt",

@@ -14,15 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from canvax.errors import InputError, check_function, nearest
 from canvax.settings import check_all, check_once, declared, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
 GuidanceMethod = Literal["cfg", "cfg_zero", "apg"]
-GuidanceFunction = Callable[..., Any]
-"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C], or with ``row``; docs/guidance.md."""
+
+
+class GuidanceRule(Protocol):
+    """A ``canvax.guidance.Guidance``."""
+
+    def denoised(self, seen: Any) -> Any: ...
+
+
+GuidanceFunction = Callable[..., Any] | GuidanceRule
+"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C], or with ``row``; or a rule that says more:
+docs/guidance.md."""
 Tiling = Literal["auto", "on", "off"]
 NoiseKind = Literal["philox", "torch"]
 PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
@@ -79,21 +88,26 @@ def read_levels(name: str, value: Any) -> Any:
         return value
     numbers = numbers_of(value)
     if not numbers or not all(map(math.isfinite, numbers)):
-        raise InputError(name, value, "is not a list of numbers", "for example 14.6,6.5,2.7,0.9,0")
+        raise InputError(name, "is not a list of numbers", cure="for example 14.6,6.5,2.7,0.9,0", value=value)
     return tuple(map(float, numbers))
 
 
 def read_guidance_method(name: str, value: Any) -> Any:
-    """A kind of guidance, or a function, by which its program is found again."""
-    if callable(value):
-        rule = partial(value, row=None) if takes_row(value) else value
-        check_function(name, rule, 3, "(negative, conditional, scale), and row if it has such a parameter")
+    """A kind of guidance, or a function or rule, by which its program is found again."""
+    if callable(value) or hasattr(value, "denoised"):
+        if denoised := getattr(value, "denoised", None):
+            check_function(name, denoised, 1, "(seen), a canvax.guidance.Evaluated")
+        else:
+            rule = partial(value, row=None) if takes_row(value) else value
+            check_function(name, rule, 3, "(negative, conditional, scale), and row if it has such a parameter")
         try:
             hash(value)
         except TypeError:
-            raise InputError(name, value, "cannot be hashed", "give a function") from None
+            raise InputError(
+                name, "cannot be hashed", cure="give a function, or a frozen dataclass", value=value
+            ) from None
     elif value not in (kinds := get_args(GuidanceMethod)):
-        raise InputError(name, value, "is not known", nearest(str(value), kinds))
+        raise InputError(name, "is not known", cure=nearest(str(value), kinds), value=value)
     return value
 
 
@@ -110,9 +124,9 @@ def read_pairs(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         value = [f"{key}={json.dumps(each, default=_plain)}" for key, each in value.items()]
     if isinstance(value, str):
-        raise InputError(name, value, "is text", "give a table, for example {'NAME': 1}")
+        raise InputError(name, "is text", cure="give a table, for example {'NAME': 1}", value=value)
     if not isinstance(value, Sequence) or not all("=" in str(each) for each in value):
-        raise InputError(name, value, "are not names with values", "for example NAME=1")
+        raise InputError(name, "are not names with values", cure="for example NAME=1", value=value)
     check_once(name, (str(each).partition("=")[0] for each in value))
     return tuple(str(each) for each in value)
 
@@ -128,7 +142,7 @@ _SIDES = ("left", "top", "right", "bottom")
 def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
     """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
     cure = "for example left=64,right=64, or four numbers: left, top, right, bottom"
-    wrong = (name, value, "is not pixels by side", cure)
+    wrong = InputError(name, "is not pixels by side", cure=cure, value=value)
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",")]
         named = "=" in value
@@ -136,14 +150,14 @@ def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
         value = {side.strip(): pixels for side, _, pixels in pairs} if named else [pixels for pixels, _, _ in pairs]
     if isinstance(value, Mapping):
         if value.keys() - set(_SIDES):
-            raise InputError(*wrong)
+            raise wrong
         value = [value.get(side, 0) for side in _SIDES]
     try:
         sides = tuple(int(side) if isinstance(side, str) else side for side in islice(value, 5))
     except (TypeError, ValueError):
-        raise InputError(*wrong) from None
+        raise wrong from None
     if len(sides) != 4 or not all(is_whole(side) and 0 <= side <= MAX_SIDE for side in sides) or not any(sides):
-        raise InputError(*wrong)
+        raise wrong
     left, top, right, bottom = map(int, sides)
     return left, top, right, bottom
 
@@ -370,7 +384,7 @@ class OptionRecord:
     )  # fmt: skip
     spacing: Spacing | None = setting(
         None, "which timesteps are visited: leading, trailing or linspace", unset="the model's default", group=SAMPLING,
-        metavar="KIND", needs=("free spacing",), per_image=True,
+        metavar="KIND", hint_without=("free spacing",), per_image=True,
     )  # fmt: skip
     sigmas: str | Sequence[float] | None = setting(
         None, "sigma schedule: karras, ays, ... (canvax samplers curves) or a list such as 14.6,6,2,0.5,0",
@@ -386,15 +400,15 @@ class OptionRecord:
     )  # fmt: skip
     guidance_interval: Sequence[float] = setting(
         (0.0, 1.0), "use guidance only from A to B of the run, for less work: Kynkaanniemi et al. 2024", low=0, high=1,
-        length=2, cure="for example 0.2,0.8", group=SAMPLING, metavar="A,B", needs=("guidance",), per_image=True,
+        length=2, cure="for example 0.2,0.8", group=SAMPLING, metavar="A,B", hint_without=("guidance",), per_image=True,
     )  # fmt: skip
     guidance_rescale: float = setting(
         0.0, "against over-exposure at high guidance, as in Lin et al. 2024", low=0, high=1, cure="0.7 is usual",
-        group=SAMPLING, also=("cfg_rescale",), needs=("guidance",), per_image=True,
+        group=SAMPLING, also=("cfg_rescale",), hint_without=("guidance",), per_image=True,
     )  # fmt: skip
     guidance_method: GuidanceFunction | GuidanceMethod = setting(
-        "cfg", "kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function; see "
-        "docs/guidance.md", group=SAMPLING, metavar="KIND", needs=("guidance",), read=read_guidance_method,
+        "cfg", "kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function or a rule; see "
+        "docs/guidance.md", group=SAMPLING, metavar="KIND", hint_without=("guidance",), read=read_guidance_method,
     )  # fmt: skip
     guidance_settings: Mapping[str, Any] | Sequence[str] = setting(
         (), "a number of the kind of guidance, such as norm=2.5", group=SAMPLING, metavar="NAME=VALUE", repeats=True,
@@ -406,32 +420,34 @@ class OptionRecord:
     )  # fmt: skip
     pag_adaptive_scale: float = setting(
         0.0, "how much of pag_scale goes with each timestep", low=0, high=100, cure="0 is usual", group=SAMPLING,
-        needs=("pag_scale",),
+        hint_without=("pag_scale",),
     )  # fmt: skip
     reuse: int = setting(
         1,
-        "compute the whole UNet only in every N-th evaluation and forecast between (DeepCache, TaylorSeer); one more "
-        "program", low=1, high=2**31 - 1, group=SAMPLING, metavar="N", closed={"server": _BATCHED},
+        "compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others "
+        "(DeepCache, TaylorSeer); one more program",
+        low=1, high=2**31 - 1, group=SAMPLING, metavar="N", closed={"server": _BATCHED},
     )  # fmt: skip
     reuse_layers: int = setting(
         1, "with reuse: outermost skip connections that are always computed; one program for each value", low=1,
-        high=2**31 - 1, group=SAMPLING, metavar="N", needs=("reuse",), closed={"server": _BATCHED},
+        high=2**31 - 1, group=SAMPLING, metavar="N", hint_without=("reuse",), closed={"server": _BATCHED},
     )  # fmt: skip
     tiling: Tiling = setting(
         "auto", "decode in tiles, in less memory; auto: above 1536 x 1536 pixels", group=SAMPLING,
         metavar="auto|on|off", flags=("--tiling", "--vae-tiling"), closed={"server": "the size decides it"},
     )  # fmt: skip
     clip_skip: int = setting(
-        0, "leave out the last N layers of the text encoder", low=0, group=SAMPLING, metavar="N", needs=("text",),
-        infotext="Clip skip",
+        0, "leave out the last N layers of the text encoder", low=0, group=SAMPLING, metavar="N",
+        hint_without=("text",), infotext="Clip skip",
     )  # fmt: skip
     noise: NoiseKind = setting(
         "philox", "initial noise: philox, or torch for that of PyTorch's CPU generator",
-        cure="an array of noise is {latents}", group=SAMPLING, metavar="KIND", needs=("seed's noise",), infotext="RNG",
+        cure="an array of noise is {latents}", group=SAMPLING, metavar="KIND", hint_without=("seed's noise",),
+        infotext="RNG",
     )  # fmt: skip
     prompt_syntax: PromptSyntax = setting(
         "plain", "what brackets in prompts mean: plain (nothing), a1111, comfy or compel", group=SAMPLING,
-        metavar="KIND", needs=("text",),
+        metavar="KIND", hint_without=("text",),
     )  # fmt: skip
     progress: bool | Literal["programs"] = setting(
         True, "show compiling and evaluations on stderr; programs: compiling alone", group=PYTHON,
@@ -443,31 +459,31 @@ class OptionRecord:
     )  # fmt: skip
     strength_rule: StrengthRule = setting(
         "diffusers", "which steps a strength runs: as diffusers, a1111 or exact have it", group=IMAGE, metavar="RULE",
-        needs=("image", "strength below 1"),
+        hint_without=("image", "strength below 1"),
     )  # fmt: skip
     image_encoding: ImageEncoding | None = setting(
-        None, "latents of the image: the mean that the encoder gives, or a sample by the seed",
+        None, "latents of the image: the encoder's mean, or a random sample by the seed",
         unset="mean; sample with noise=torch and an AutoencoderKL", group=IMAGE,
-        metavar="KIND", needs=("encoded image", "kept image"),
+        metavar="KIND", hint_without=("encoded image", "kept image"),
     )  # fmt: skip
     mask_mode: MaskMode = setting(
         "hard", "grey in a mask: hard rounds it, soft mixes, graded begins later", group=IMAGE, metavar="MODE",
-        needs=("mask",),
+        hint_without=("mask",),
     )  # fmt: skip
     mask_blur: float = setting(
         0.0, "blur of the mask's edges, a standard deviation in pixels", low=0, high=1000, cure="4 is usual",
-        group=IMAGE, metavar="PIXELS", needs=("mask",),
+        group=IMAGE, metavar="PIXELS", hint_without=("mask",),
     )  # fmt: skip
     mask_fill: MaskFill = setting(
-        "original", "what the masked part is at first: original, fill, noise or nothing", group=IMAGE, metavar="KIND",
-        needs=("mask", "mask over the image"),
+        "original", "initial content of the masked part: original, fill, noise or nothing", group=IMAGE, metavar="KIND",
+        hint_without=("mask", "mask over the image"),
     )  # fmt: skip
     mask_blend: MaskBlend = setting(
         "denoised", "how the rest is kept: in the denoised image or, as diffusers does, renoised in the latents",
-        group=IMAGE, metavar="KIND", needs=("mask",),
+        group=IMAGE, metavar="KIND", hint_without=("mask",),
     )  # fmt: skip
     padding_mask_crop: int | None = setting(
-        None, "generate the masked part alone, at the size of a whole image, with so much around it", low=0,
+        None, "generate only the masked part, enlarged to the full size, with this many pixels around it", low=0,
         high=MAX_SIDE, cure="32 is usual", unset="the whole image", group=IMAGE, metavar="PIXELS",
         flags=("--padding-mask-crop", "--only-masked"),
     )  # fmt: skip
@@ -492,17 +508,17 @@ class OptionRecord:
         metavar="MODE", cure="the type of a ControlNet-Union stands with its image, as in control=dict(depth=image)",
     )  # fmt: skip
     variation_seed: int | None = setting(
-        None, "another seed, towards whose noise the initial noise goes", low=0, high=MAX_SEED, group=SAMPLING,
-        metavar="SEED", flags=("--variation-seed", "--subseed"), also=("subseed",), needs=("variation_strength",),
-        infotext="Variation seed", per_image=True,
+        None, "mix the noise of this seed into the initial noise", low=0, high=MAX_SEED, group=SAMPLING,
+        metavar="SEED", flags=("--variation-seed", "--subseed"), also=("subseed",),
+        hint_without=("variation_strength",), infotext="Variation seed", per_image=True,
     )  # fmt: skip
     variation_strength: float = setting(
-        0.0, "how far the noise goes towards that of the variation seed", low=0, high=1, cure="0.1 changes little",
+        0.0, "how much of the variation seed's noise to mix in", low=0, high=1, cure="0.1 changes little",
         group=SAMPLING, flags=("--variation-strength", "--subseed-strength"), also=("subseed_strength",),
-        requires="variation_seed=1", infotext="Variation seed strength", per_image=True,
+        error_without="variation_seed=1", infotext="Variation seed strength", per_image=True,
     )  # fmt: skip
     seed_size: tuple[int, int] | None = setting(
-        None, "the size whose composition the seed gives at another size", low=1, high=MAX_SIDE,
+        None, "keep the composition that the seed gives at this size", low=1, high=MAX_SIDE,
         cure="for example (1024, 1024)", group=SAMPLING, metavar=("HEIGHT", "WIDTH"), infotext="Seed resize from",
         per_image=True,
     )  # fmt: skip
@@ -512,50 +528,50 @@ class OptionRecord:
     )  # fmt: skip
     hires_method: HiresMethod = setting(
         "pixel", "what the second pass enlarges: pixel (the image), or latent", group=HIRES, metavar="KIND",
-        requires="hires=2",
+        error_without="hires=2",
     )  # fmt: skip
     hires_strength: float | None = setting(
         None, "strength of the second pass", low=0, high=1, above=True, cure="0.4 is usual",
-        unset="{pixel:g}; with latent {latent:g}".format(**HIRES_STRENGTHS), group=HIRES, requires="hires=2",
+        unset="{pixel:g}; with latent {latent:g}".format(**HIRES_STRENGTHS), group=HIRES, error_without="hires=2",
         infotext="Denoising strength",
     )  # fmt: skip
     hires_steps: int | None = setting(
         None, "steps of the second pass", low=1, unset="as many as the first", group=HIRES, metavar="N",
-        also=("hr_second_pass_steps",), requires="hires=2", infotext="Hires steps",
+        also=("hr_second_pass_steps",), error_without="hires=2", infotext="Hires steps",
     )  # fmt: skip
     hires_sampler: str | None = setting(
         None, "sampler of the second pass", unset="that of the first", cure="canvax samplers lists them", group=HIRES,
-        metavar="NAME", also=("hr_sampler_name",), requires="hires=2", infotext="Hires sampler",
+        metavar="NAME", also=("hr_sampler_name",), error_without="hires=2", infotext="Hires sampler",
     )  # fmt: skip
     hires_prompt: str | Sequence[str] | None = setting(
         None, "prompt of the second pass", unset="that of the first", group=HIRES, metavar="TEXT", also=("hr_prompt",),
-        requires="hires=2", infotext="Hires prompt",
+        error_without="hires=2", infotext="Hires prompt",
     )  # fmt: skip
     denoising_start: float = setting(
-        0.0, "the part of the run that is done already: latents are those of a run with this denoising_end", low=0,
+        0.0, "begin at this part of the run, from latents of a run that stopped there (denoising_end)", low=0,
         high=1, cure="0.8 is usual between base and refiner", group=PYTHON,
         closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": _NO_LATENTS},
     )  # fmt: skip
     denoising_end: float = setting(
-        1.0, "the part of the run to stop after: Result.latents are noisy then, and nothing is decoded", low=0, high=1,
+        1.0, "stop after this part of the run: Result.latents are noisy then, and nothing is decoded", low=0, high=1,
         cure="0.8 is usual between base and refiner", group=PYTHON,
         closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": _NO_LATENTS},
     )  # fmt: skip
     prompt_2: str | Sequence[str] | None = setting(
         None, "prompt of the second text encoder", unset="the prompt", group=SDXL, metavar="TEXT",
-        needs=("prompt as text",), per_image=True,
+        hint_without=("prompt as text",), per_image=True,
     )  # fmt: skip
     negative_prompt_2: str | Sequence[str] | None = setting(
         None, "negative prompt of the second text encoder", unset="the negative prompt", group=SDXL, metavar="TEXT",
-        needs=("guidance", "negative prompt as text"), per_image=True,
+        hint_without=("guidance", "negative prompt as text"), per_image=True,
     )  # fmt: skip
     original_size: tuple[int, int] | None = setting(
         None, "size of the training images to imitate; small is blurred", low=1, high=MOST_TRAINED,
         unset="the image's size", cure="for example (1024, 1024)", group=SDXL, metavar=("HEIGHT", "WIDTH"),
     )  # fmt: skip
     crops_coords_top_left: tuple[int, int] = setting(
-        (0, 0), "crop of the training images to imitate; 0 0 is well framed", low=0, high=MOST_TRAINED,
-        cure="(0, 0) is well framed", group=SDXL, metavar=("TOP", "LEFT"),
+        (0, 0), "crop of the training images to imitate; 0 0: not cropped", low=0, high=MOST_TRAINED,
+        cure="(0, 0) is not cropped", group=SDXL, metavar=("TOP", "LEFT"),
     )  # fmt: skip
     target_size: tuple[int, int] | None = setting(
         None, "size of the training images after resizing", low=1, high=MOST_TRAINED, unset="the image's size",
@@ -563,20 +579,20 @@ class OptionRecord:
     )  # fmt: skip
     negative_original_size: tuple[int, int] | None = setting(
         None, "original_size for the negative prompt", low=1, high=MOST_TRAINED, cure="for example (1024, 1024)",
-        group=SDXL, metavar=("HEIGHT", "WIDTH"), needs=("guidance",),
+        group=SDXL, metavar=("HEIGHT", "WIDTH"), hint_without=("guidance",),
     )  # fmt: skip
     negative_crops_coords_top_left: tuple[int, int] | None = setting(
         None, "crops_coords_top_left for the negative prompt", low=0, high=MOST_TRAINED, cure="for example (0, 0)",
-        group=SDXL, metavar=("TOP", "LEFT"), needs=("guidance",),
+        group=SDXL, metavar=("TOP", "LEFT"), hint_without=("guidance",),
     )  # fmt: skip
     negative_target_size: tuple[int, int] | None = setting(
         None, "target_size for the negative prompt", low=1, high=MOST_TRAINED, cure="for example (1024, 1024)",
-        group=SDXL, metavar=("HEIGHT", "WIDTH"), needs=("guidance",),
+        group=SDXL, metavar=("HEIGHT", "WIDTH"), hint_without=("guidance",),
     )  # fmt: skip
     aesthetic_score: float | None = setting(
         None, "of the refiner: how beautiful, about 1 to 10", cure="6 is usual", unset="6", group=SDXL,
     )  # fmt: skip
     negative_aesthetic_score: float | None = setting(
         None, "of the refiner: what to keep away from", cure="2.5 is usual", unset="2.5", group=SDXL,
-        needs=("guidance",),
+        hint_without=("guidance",),
     )  # fmt: skip

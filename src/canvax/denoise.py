@@ -1,4 +1,4 @@
-"""The one loop that runs every sampler.
+"""The loop that runs every sampler.
 
 A sampler is a table of numbers (``samplers/table.py``); this loop reads one row for each evaluation of the network:
 
@@ -6,7 +6,7 @@ A sampler is a table of numbers (``samplers/table.py``); this loop reads one row
     D        = p * x + q * output                       the denoised image
     state'   = M @ [state; D; noise]                    slot 0 of the state is x
 
-Everything a user changes between images is in the rows, the keys and the conditions, so nothing here compiles again.
+All settings that differ between images are in the rows, the keys and the conditions, so changing them never recompiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from canvax.guidance import PLAIN, Guidance
+from canvax.guidance import PLAIN, Guidance, conditions_of, guided, per_image
 from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.denoiser import Conditions, Denoiser
 from canvax.params import Params
@@ -26,24 +26,25 @@ from canvax.samplers.table import DENOISED, EMPTY, NOISE, SLOTS
 from canvax.types import Array
 
 WINDOW = 64
-"""Rows given to the program in one call. Longer tables are run window by window, so their length decides nothing."""
+"""Rows per call of the program. Longer tables run window by window, so their length does not affect programs."""
 
 Rows = Mapping[str, Any]
-"""Columns of a window, each [B, WINDOW, ...]: those that ``SamplerTable.window`` makes, and those that the denoiser and
-the guidance declare. Images of one batch may be at different rows of different tables."""
+"""Columns of a window, each [B, WINDOW, ...]: those of ``SamplerTable.window``, and those that the denoiser and the
+guidance declare. Images of one batch may be at different rows of different tables.
+"""
 
 IDLE_ROWS = EMPTY.window(0, WINDOW)
-"""A window of rows that change nothing, for a slot without an image: each column [WINDOW, ...]."""
+"""A window of rows without an effect, for an unused slot: each column [WINDOW, ...]."""
 
 
 class Known(NamedTuple):
-    """What is to stay of an image where another part of it is generated.
+    """The part of an image to keep while another part is generated.
 
     Attributes:
         mask: [B, h, w, C] float32, 1 where the image is generated, 0 where it stays.
-        latents: those of the image [B, h, w, C] float32.
-        graded: [B] bool, whether a grey mask says from which part of the run on a place is generated (Levin and Fried
-            2023, "Differential Diffusion"): white from the beginning, dark grey near the end. Else it mixes.
+        latents: latents of the image [B, h, w, C] float32.
+        graded: [B] bool, True if a grey mask gives the start of generation at each position (Levin and Fried 2023,
+            "Differential Diffusion"): white from the beginning, dark grey near the end. False if it blends.
     """
 
     mask: Any
@@ -52,16 +53,16 @@ class Known(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """The state of images on their way: all that lies on the devices between calls.
+    """The state of unfinished images: all arrays that stay on the devices between calls.
 
-    Latents [B, h, w, C] lie here as ``canvax.models.denoiser.Packing`` of the denoiser says.
+    Latents [B, h, w, C] have the layout of the denoiser's ``canvax.models.denoiser.Packing``.
 
     Attributes:
         state: [B, K, h, w, C] float32; slot 0 is x.
-        prompts: conditions that the denoiser is evaluated for: of the prompt alone, or with guidance of the negative
-            prompt, of the prompt, and of further prompts that are added up.
-        keys: threefry key words of each image [B, 2] uint32; step noise depends on the key and the row alone.
-        known: what stays of images; None: nothing.
+        prompts: conditions of each evaluation: those of the prompt, or with guidance those of the negative prompt, the
+            prompt and further prompts that are added.
+        keys: threefry key words of each image [B, 2] uint32; step noise depends only on the key and the row.
+        known: the parts of images to keep; None for none.
     """
 
     state: Any
@@ -71,15 +72,15 @@ class InFlight(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Everything of a call of ``denoise`` but the parameters.
+    """Inputs of ``denoise`` without the parameters.
 
     Attributes:
         flight: the images.
-        rows: the window.
-        shared: columns that are the same for all images [WINDOW, ...]. ``noisy``, whether a row uses noise for any
-            image, is a fact of the host, so that no device has to ask the others; the denoiser may declare others.
-        count: rows to run, an int32 scalar.
-        memory: what the denoiser remembers of the rows before.
+        rows: the window of rows.
+        shared: columns that are the same for all images [WINDOW, ...]: ``noisy``, True if a row uses noise for any
+            image, and those that the denoiser declares. The host computes them, so devices need no communication.
+        count: number of rows to run, an int32 scalar.
+        memory: the denoiser's memory of the previous rows.
     """
 
     flight: InFlight
@@ -90,13 +91,13 @@ class StepInputs(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What ``denoise`` returns.
+    """Outputs of ``denoise``.
 
     Attributes:
-        state: after the last row run.
+        state: state after the last row.
         denoised: D at that row [B, h, w, C] float32.
-        memory: of the denoiser.
-        x: slot 0 of the state [B, h, w, C], so that nobody has to cut it out.
+        memory: the denoiser's memory.
+        x: slot 0 of the state [B, h, w, C].
     """
 
     state: Array
@@ -116,15 +117,15 @@ def denoise(
     """Run the first ``count`` rows of a window.
 
     Args:
-        params: the denoiser's parameters; their dtype is the dtype computed in.
+        params: the denoiser's parameters; their dtype is the dtype of the computation.
         inputs: the batch.
         denoiser: the network.
-        guidance: how its outputs for the prompts of an image become one.
-        places: of adapters beside the denoiser's weights, of which each image has its part as a condition.
+        guidance: combines its outputs for the prompts of an image.
+        places: adapter slots beside the weights of the denoiser; each image has a share of each slot as a condition.
     """
     flight = inputs.flight
     batch, _, *shape = flight.state.shape
-    samples = guidance.samples(flight.prompts, batch)
+    samples = conditions_of(guidance, flight.prompts, batch)
     count = len(samples)
     conditions = jax.tree.map(_neighbours, *samples)
     if places is not None:
@@ -136,12 +137,12 @@ def denoise(
         row = {name: _at(column, i, axis=1) for name, column in inputs.rows.items()}
         shared = {name: _at(column, i, axis=0) for name, column in inputs.shared.items()}
         x = state[:, 0]
-        seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (_per_image(row["c_in"]) * x, row))
+        seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (per_image(row["c_in"]) * x, row))
         output, memory = denoiser.apply(params, seen, {**rows, **shared}, prepared, memory)
         outputs = output.astype(jnp.float32).reshape(batch, count, *shape)
-        denoised = guidance.denoised(x, outputs, row)
+        denoised = guided(guidance, x, outputs, row)
         if flight.known is not None:
-            denoised = _keep(denoised, flight.known, row["progress"])
+            denoised = _blend_known(denoised, flight.known, row["progress"])
         noise = jax.lax.cond(
             shared["noisy"], lambda: step_noise(flight.keys, row["row"], tuple(shape)), lambda: jnp.zeros_like(x)
         )
@@ -154,22 +155,25 @@ def denoise(
 
 
 def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
-    """Noise of one row for each image, standard normal [B, *shape] float32.
+    """Return the noise of one row for each image, standard normal [B, *shape] float32.
 
-    It depends on the image's key and the index of the row only, never on the batch or the devices.
+    It depends only on the image's key and the index of the row, not on the batch or the devices.
     """
 
-    def one(key: Array) -> Array:
-        # Flat: of a last axis as short as the latents' XLA's CPU compiler makes a program of a quarter of a megabyte.
+    def of_image(key: Array) -> Array:
+        # Flat: for a last axis as short as that of latents, XLA's CPU compiler generates 256 KB of code.
         return jax.random.normal(key, (math.prod(shape),), jnp.float32).reshape(shape)
 
     with jax.threefry_partitionable(True):
         row_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
-        return jax.vmap(one)(row_keys)
+        return jax.vmap(of_image)(row_keys)
 
 
 def _neighbours(*arrays: Array) -> Array:
-    """[B, ...] n times -> [n B, ...]. Samples of an image are neighbours: a batch over devices stays where it is."""
+    """Interleave n arrays [B, ...] to [n B, ...].
+
+    The samples of an image are neighbours, so that splitting the batch over devices moves no data.
+    """
     return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
@@ -177,12 +181,8 @@ def _at(column: Array, i: Array, *, axis: int) -> Array:
     return jax.lax.dynamic_index_in_dim(column, i, axis=axis, keepdims=False)
 
 
-def _per_image(column: Array) -> Array:
-    return column[:, None, None, None]
-
-
 def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
-    """``M @ [state; D; noise]`` as multiply-adds in float32: a matmul might run in lower precision."""
+    """Compute ``M @ [state; D; noise]`` as multiply-adds in float32: a matmul might run in lower precision."""
     m = m[..., None, None, None]
     total = m[:, :, DENOISED] * denoised[:, None] + m[:, :, NOISE] * noise[:, None]
     for slot in range(SLOTS):
@@ -190,8 +190,8 @@ def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
     return total
 
 
-def _keep(denoised: Array, known: Known, progress: Array) -> Array:
-    """D with the known latents where they stay. As part of D it suits every table, and is D itself where all is new."""
-    begun = (known.mask >= 1 - _per_image(progress)).astype(jnp.float32)
-    mask = jnp.where(_per_image(known.graded), begun, known.mask)
+def _blend_known(denoised: Array, known: Known, progress: Array) -> Array:
+    """Return D with the known latents pasted where they are kept. As part of D this works for every table."""
+    active = (known.mask >= 1 - per_image(progress)).astype(jnp.float32)
+    mask = jnp.where(per_image(known.graded), active, known.mask)
     return denoised + (1 - mask) * (known.latents - denoised)

@@ -35,15 +35,20 @@ Write = Callable[[str, str | None], str]
 """How an entry point writes an argument: its name, and the value's text or None for the name alone."""
 
 
+_ARGUMENT = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
+"""An argument in a clause. Templates, since sentences of strings and objects would be hard to read."""
+
+
 class _AboutArgument(Exception):
     """The record that errors and hints about an argument carry; each entry point makes its sentence of it.
 
     Args:
         argument: name of the argument, as the Python call has it.
-        value: the argument's value; ``NO_VALUE`` leaves it out of the message.
-        problem: what is wrong; the argument is the subject of this clause.
-        cure: what to do instead. ``{name}`` and ``{name=value}`` in it are arguments, which each entry point writes in
-            its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``options.hires=2`` in requests.
+        problem: what is wrong; the argument is the subject of this clause. ``{name}`` and ``{name=value}`` in it and in
+            the cure are arguments too, which each entry point writes in its way: ``hires=2`` in Python, ``--hires 2``
+            on the command line, ``options.hires=2`` in requests.
+        cure: what to do instead.
+        value: the argument's value, if the message is to show it.
     """
 
     argument: str
@@ -52,36 +57,57 @@ class _AboutArgument(Exception):
     cure: str
 
     @overload
-    def __init__(self, problem: str, /) -> None: ...
+    def __init__(self, sentence: str, /) -> None: ...
     @overload
-    def __init__(self, argument: str, value: Any, problem: str, cure: str = "", /) -> None: ...
-    def __init__(self, *parts: Any) -> None:
-        self.argument, self.value, self.problem, self.cure = (
-            ("", NO_VALUE, parts[0], "") if len(parts) == 1 else (*parts, "")[:4]
-        )
+    def __init__(self, argument: str, problem: str, /, *, cure: str = "", value: Any = NO_VALUE) -> None: ...
+    def __init__(self, *clauses: str, cure: str = "", value: Any = NO_VALUE) -> None:
+        self.argument, self.problem = clauses if len(clauses) == 2 else ("", *clauses)
+        self.cure, self.value = cure, value
         super().__init__(self.format(in_python))
 
     def format(self, write: Write) -> str:
-        """The message as an entry point writes it."""
-        subject = ""
-        if self.argument:
-            subject = write(self.argument, None if self.value is NO_VALUE else shown(self.value)) + " "
-        cure = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda match: write(match[1], match[2]), self.cure)
-        return f"{subject}{self.problem}" + (f"; {cure}" if cure else "")
+        """Return the message as an entry point writes it."""
+        if not self.argument:
+            return self.problem
+        subject = write(self.argument, None if self.value is NO_VALUE else shown(self.value))
+        clauses = f"{self.problem}; {self.cure}" if self.cure else self.problem
+        return f"{subject} {_ARGUMENT.sub(lambda match: write(match[1], match[2]), clauses)}"
 
 
 class InputError(_AboutArgument, CanvaxError, ValueError):
     """An argument cannot be used; raised before anything is downloaded, traced or compiled.
 
-        raise InputError("hires_steps", 5, "needs a second pass", "add {hires=2}")
+        raise InputError("hires_steps", "is more than 1000", cure="leave it out", value=5000)
 
     An error about no single argument is one sentence: ``InputError("sentence")``. The arguments are those of
     ``_AboutArgument``.
     """
 
     def about(self, argument: str) -> InputError:
-        """This error under another name of its argument."""
-        return InputError(argument, self.value, self.problem, self.cure) if self.argument else self
+        """Return this error under another name of its argument."""
+        return InputError(argument, self.problem, cure=self.cure, value=self.value) if self.argument else self
+
+
+def conflict(
+    argument: str, *others: str, why: str = "", cure: str = "leave one out", value: Any = NO_VALUE
+) -> InputError:
+    """Return the error about arguments that exclude each other; an other one may have a value, ``name=value``."""
+    problem = f"cannot be combined with {_either(others)}"
+    return InputError(argument, f"{problem}: {why}" if why else problem, cure=cure, value=value)
+
+
+def needs(argument: str, *others: str, cure: str = "", value: Any = NO_VALUE) -> InputError:
+    """Return the error about an argument that needs another one, or one of several."""
+    return InputError(argument, f"needs {_either(others)}", cure=cure, value=value)
+
+
+def miscounted(argument: str, count: int, wanted: int, noun: str = "images") -> InputError:
+    """Return the error about a list that has neither one entry nor one for each of the ``wanted`` things."""
+    return InputError(argument, f"has {count} entries for {wanted} {noun}", cure="give one, or one for each")
+
+
+def _either(arguments: Sequence[str]) -> str:
+    return " or ".join(f"{{{argument}}}" for argument in arguments)
 
 
 def shown(value: Any) -> str:
@@ -132,7 +158,7 @@ class Cancelled(CanvaxError):
 
 
 class HintWarning(_AboutArgument, UserWarning):
-    """Images will be generated, but most likely not those that were wanted. It is made as ``InputError`` is."""
+    """The call works, but probably does not do what was meant. Its arguments are those of ``InputError``."""
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
@@ -181,7 +207,7 @@ def reading(name: str) -> Iterator[None]:
         raise OutOfMemoryError(f"{name} is too large ({error}); give less at a time") from error
     except Exception as error:
         problem = f"cannot be read ({type(error).__name__}: {error})"
-        raise InputError(name, NO_VALUE, problem, "give plain values") from error
+        raise InputError(name, problem, cure="give plain values") from error
 
 
 def refuse_tracers(name: str, value: Any) -> None:
@@ -199,9 +225,8 @@ def refuse_tracers(name: str, value: Any) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in _leaves(value)):
         raise InputError(
             name,
-            NO_VALUE,
-            "is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap",
-            "docs/under-the-pipeline.md has the functions to use inside them",
+            "is traced by JAX: the pipeline calls jit itself, so call it outside of jit, grad and vmap",
+            cure="docs/under-the-pipeline.md has the functions to use inside them",
         )
 
 
@@ -226,11 +251,11 @@ def plain(value: Any, name: str = "a number") -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         refuse_tracers(name, value)  # one of jax.grad has a value, and its gradient would be a silent 0
         if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # which NumPy counts among whole numbers
-            raise InputError(name, str(value), "is a time, not a number")
+            raise InputError(name, "is a time, not a number", value=str(value))
         with reading(name):
             value = value.item()
     if isinstance(value, int) and value.bit_length() > 1024:
-        raise InputError(name, NO_VALUE, f"is a whole number of {value.bit_length()} bits, which is too large")
+        raise InputError(name, f"is a whole number of {value.bit_length()} bits, which is too large")
     return value
 
 
@@ -242,10 +267,10 @@ def check_count(name: str, value: Any, most: int = 2**31 - 1) -> int:
     """
     value = plain(value, name)
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise InputError(name, value, "is not a whole number of at least 1")
+        raise InputError(name, "is not a whole number of at least 1", value=value)
     count = int(value)
     if count > most:
-        raise InputError(name, count, f"is more than {most}")
+        raise InputError(name, f"is more than {most}", value=count)
     return count
 
 
@@ -256,7 +281,7 @@ def check_flag(name: str, value: Any) -> bool:
         InputError: it is not.
     """
     if not isinstance(plain(value, name), bool):
-        raise InputError(name, value, "is neither True nor False")
+        raise InputError(name, "is neither True nor False", value=value)
     return value
 
 
@@ -272,7 +297,7 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:
-        raise InputError(name, value, "is not a finite number", cure)
+        raise InputError(name, "is not a finite number", cure=cure, value=value)
     return number
 
 
@@ -289,15 +314,15 @@ def check_function(name: str, function: Any, count: int, arguments: str) -> None
         InputError: it cannot.
     """
     if not callable(function):
-        raise InputError(name, function, "is not a function", f"it is called with {arguments}")
+        raise InputError(name, "is not a function", cure=f"it is called with {arguments}", value=function)
     if inspect.iscoroutinefunction(function):
-        raise InputError(name, function, "is an async function", "give one without async")
+        raise InputError(name, "is an async function", cure="give one without async", value=function)
     try:
         inspect.signature(function).bind(*[None] * count)
     except ValueError:  # functions of C may have no signature
         return
     except TypeError:
-        raise InputError(name, function, f"cannot be called with {arguments}") from None
+        raise InputError(name, f"cannot be called with {arguments}", value=function) from None
 
 
 def refuse_others(others: Mapping[str, Any], function: str, cure: str) -> None:
@@ -307,7 +332,7 @@ def refuse_others(others: Mapping[str, Any], function: str, cure: str) -> None:
         InputError: there are any.
     """
     for name in others:
-        raise InputError(name, NO_VALUE, f"is not an argument of {function}", cure)
+        raise InputError(name, f"is not an argument of {function}", cure=cure)
 
 
 def check_utf8(name: str, text: str) -> str:
@@ -319,7 +344,9 @@ def check_utf8(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(name, text, "is not UTF-8 text", "check the encoding of where it comes from") from None
+        raise InputError(
+            name, "is not UTF-8 text", cure="check the encoding of where it comes from", value=text
+        ) from None
     return text
 
 

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, NamedTuple, TypeVar, cast
 
 from canvax.call import Call, OptionRecord
-from canvax.errors import NO_VALUE, InputError, did_you_mean, shown, warn
+from canvax.errors import InputError, conflict, did_you_mean, shown, warn
 from canvax.settings import aliases
 
 PAGE = "docs/coming-from-diffusers.md"
@@ -281,7 +281,7 @@ def accepts(
             if by_place and places < len(arguments) <= len(named):
                 late = dict(zip(named[places:], arguments[places:], strict=False))
                 if twice := late.keys() & keywords.keys():
-                    raise InputError(f"{min(twice)} is given twice, by place and by name; give it once")
+                    raise InputError(min(twice), "is given twice, by place and by name", cure="give it once")
                 words = ", ".join(f"{name}={shown(value)}" for name, value in late.items())
                 warn(f"arguments after {named[places - 1]} will be keywords only; write {words}", DeprecationWarning)
                 arguments, keywords = arguments[:places], {**late, **keywords}
@@ -294,7 +294,7 @@ def accepts(
             try:
                 translated = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
                 if foreign := translated.keys() - {*named}:
-                    raise InputError(min(foreign), NO_VALUE, f"is not an argument of {function.__name__}")
+                    raise InputError(min(foreign), f"is not an argument of {function.__name__}")
                 return function(**translated)
             except InputError as error:
                 aliases = {entry.becomes: name for name, entry in (table or {}).items() if name in others}
@@ -319,15 +319,10 @@ def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping
         if not target:
             left[name] = value
         elif arguments.get(target) is not None:
-            first = _with_value(named.get(target, target), arguments[target])
-            raise InputError(f"{_with_value(name, value)} and {first} both say {target}; give it once")
+            raise conflict(name, named.get(target, target), value=value)
         else:
             arguments[target], named[target] = value, name
     return left
-
-
-def _with_value(name: str, value: Any) -> str:
-    return f"{name}={shown(value)}" if isinstance(value, str | int | float) else name
 
 
 def tables() -> str:

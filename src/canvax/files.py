@@ -41,17 +41,26 @@ def named_path(argument: str, name: Any) -> Path:
             where nobody may look; or it is neither.
     """
     if not isinstance(name, str | os.PathLike):
-        raise InputError(argument, name, "is not the name of a file or folder")
+        raise InputError(argument, "is not the name of a file or folder", value=name)
     if not str(name):
-        raise InputError(argument, name, "is empty", "give a name")
+        raise InputError(argument, "is empty", cure="give a name", value=name)
     try:
         path = Path(name).expanduser()
         _check_length(path)
         _is_there(path)
     except (RuntimeError, ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(argument, name, f"cannot be a name ({reason})") from None
+        raise InputError(argument, f"cannot be a name ({reason})", value=name) from None
     return path
+
+
+def state_of(name: str | Path) -> tuple[int, int] | None:
+    """Return a file's time of change and size, by which a cache notices another content; None if it is not there."""
+    try:
+        status = os.stat(name)
+    except (OSError, ValueError):
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 def open_regular(path: Path) -> FileIO:
@@ -140,7 +149,7 @@ def check_writable(argument: str, folder: Path) -> None:
         if not there.is_dir():
             leads = ", a link that leads to no folder" if there.is_symlink() else ""
             problem = f"cannot be written to: {there} is not a folder{leads}"
-            raise InputError(argument, folder, problem, "choose another one")
+            raise InputError(argument, problem, cure="choose another one", value=folder)
         with temporary_folder(there) as probe:  # permissions alone do not say it: /proc, full disks, quotas, umask
             (probe / "file").touch()
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
@@ -148,7 +157,7 @@ def check_writable(argument: str, folder: Path) -> None:
             reason, cure = getattr(error, "strerror", None) or error, "choose another one"
             if isinstance(error, FileNotFoundError) and not folder.is_absolute():
                 cure = "is the working folder gone? cd to one that is there"
-            raise InputError(argument, folder, f"cannot be written to ({reason})", cure) from None
+            raise InputError(argument, f"cannot be written to ({reason})", cure=cure, value=folder) from None
         raise
 
 

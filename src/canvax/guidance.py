@@ -1,121 +1,360 @@
-"""Classifier-free guidance (Ho & Salimans 2022), its rescaling, and other kinds of it.
+"""Classifier-free guidance (Ho & Salimans 2022), its rescaling, and other rules of guidance.
 
-A kind of guidance says which samples of an image the denoiser is evaluated for, and makes one denoised image of the
-outputs. Its numbers are columns of the row.
+A rule says which samples of an image the denoiser is evaluated for, and makes one denoised image of the outputs. Its
+numbers are columns of the row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from canvax.call import GuidanceMethod as Method
-from canvax.call import takes_row
+from canvax.call import GuidanceFunction, takes_row
+from canvax.errors import InputError
 from canvax.models.denoiser import NEGATIVE, PERTURBED, PROMPT
-from canvax.types import Array
+from canvax.types import Array, HostArray
 
-__all__ = ["PLAIN", "SETTINGS", "Guidance", "Method", "Rule", "compose", "guide", "projected", "zero_star"]
+__all__ = [
+    "KINDS",
+    "NEGATIVE",
+    "OFF",
+    "PERTURBED",
+    "PLAIN",
+    "PROMPT",
+    "Evaluated",
+    "Guidance",
+    "Number",
+    "columns_of",
+    "compose",
+    "conditions_of",
+    "filled_columns",
+    "guide",
+    "guided",
+    "off",
+    "per_image",
+    "projected",
+    "reads_negative",
+    "rule_of",
+    "zero_star",
+]
 
-Rule = Callable[..., Array]
-"""A method of one's own: (denoised image for the negative prompt, denoised image for the prompt, guidance scale) to the
-guided one. Images are [B, h, w, C] float32, the scale is [B]. Rows at scale 1 are the prompt's, whatever it returns.
-With a parameter ``row`` it also gets ``OF_ROW``."""
+OFF = 1.0
+"""The guidance scale of rows that are not guided: the output for the prompt itself."""
 
 OF_ROW = ("timestep", "progress")
-"""What a rule may see of a row, each [B]: the timestep, and the part of the run that is done, 0..1."""
+"""What a function may see of a row, each [B]: the timestep, and the part of the run that is done, 0..1."""
 
-SETTINGS: dict[str, dict[str, tuple[float, float, float]]] = {
-    "cfg": {},
-    "cfg_zero": {"zero_steps": (0.0, 0.0, 1000.0)},
-    "apg": {"eta": (0.0, -10.0, 10.0), "norm": (2.5, 0.0, 1e6)},
-}
-"""The numbers of each method, which are data: by name the usual value and its limits."""
+
+class Number(NamedTuple):
+    """A number of a rule, or several, which ``guidance_settings`` may change.
+
+    Attributes:
+        usual: the value by default.
+        low: the smallest value.
+        high: the largest value.
+    """
+
+    usual: float | tuple[float, ...]
+    low: float = -math.inf
+    high: float = math.inf
 
 
 @dataclass(frozen=True)
-class Guidance:
-    """A kind of guidance, which decides a program.
+class Evaluated:
+    """What the denoiser gave for the samples of each image in a row.
 
     Attributes:
-        method: how two outputs become one.
-        perturbs: perturbed-attention guidance (Ahn et al. 2024): the first prompt is evaluated once more, perturbed,
-            and the output moves away from that.
-        composes: the prompts of an image are added up, each with its weight (Liu et al. 2022).
+        x: noisy latents [B, h, w, C] float32.
+        outputs: by role, in the order of the rule's samples, [B, h, w, C] float32 each.
+        row: columns of the row, [B, ...] each: among them ``guidance``, the scale, and ``OF_ROW``.
+        further: what rules around this one add to the guided output; they see to it for a rule of the user's.
     """
 
-    method: Method | Rule = "cfg"
-    perturbs: bool = False
-    composes: bool = False
+    x: Array
+    outputs: Mapping[int, Sequence[Array]]
+    row: Mapping[str, Array]
+    further: Array | float = 0.0
 
-    def columns(self, prompts: int) -> dict[str, Any]:
-        """Columns of the row that ``denoised`` reads, for as many ``prompts`` as ``InFlight`` has; without [B].
+    def output(self, role: int) -> Array:
+        """Return the network's output for a role [B, h, w, C]."""
+        return self.outputs[role][0]
 
-        method   numbers of the method, in the order of ``SETTINGS``
-        pag      scale of perturbed-attention guidance, and how it falls with the timestep
-        weights  of the prompts that are added up
+    def image(self, role: int) -> Array:
+        """Return the denoised image for a role [B, h, w, C]."""
+        return self.denoised(self.output(role))
+
+    def denoised(self, output: Array) -> Array:
+        """Return the denoised image D of an output."""
+        return per_image(self.row["p"]) * self.x + per_image(self.row["q"]) * output
+
+    def moved(self, image: Array) -> Array:
+        """Return a denoised image with ``further`` in its output."""
+        return image + per_image(self.row["q"]) * self.further
+
+    def column(self, name: str) -> Array:
+        """Return a number of the rule or of the row, [B, ...]."""
+        own = _COLUMN.format(name)
+        return self.row[own if own in self.row else name]
+
+
+class Guidance(Protocol):
+    """A rule of guidance. It is hashable, and decides a program by ``==``: numbers are not fields, but columns."""
+
+    @property
+    def columns(self) -> Mapping[str, Number]:
+        """The numbers of the rule by name. Changing them compiles nothing."""
+        ...
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Return the role of each sample that the denoiser is evaluated for.
+
+        NEGATIVE reads the negative prompt, each PROMPT the next of the prompts that are added up, any other role the
+        first prompt. ``Facts.roles`` of a denoiser says which others it knows.
         """
-        numbers = len(SETTINGS[self.method]) if isinstance(self.method, str) and prompts > 1 else 0
-        sizes = {"method": numbers, "pag": 2 if self.perturbs else 0}
-        sizes["weights"] = prompts - 1 if self.composes else 0
-        return {name: jax.ShapeDtypeStruct((size,), jnp.float32) for name, size in sizes.items() if size}
+        ...
 
-    def samples(self, prompts: Sequence[Mapping[str, Any]], batch: int) -> list[dict[str, Any]]:
-        """Conditions of each sample of the images, of the prompts as ``InFlight`` has them."""
-        guided = len(prompts) > 1
-        samples = [(PROMPT, prompt) for prompt in prompts]
-        if guided:
-            samples[0] = (NEGATIVE, prompts[0])
-        if self.perturbs:
-            samples.append((PERTURBED, prompts[int(guided)]))
-        return [{**sample, "role": jnp.full(batch, role, jnp.int32)} for role, sample in samples]
-
-    def denoised(self, x: Array, outputs: Array, row: Mapping[str, Array]) -> Array:
-        """D of the outputs for the samples of each image [B, n, h, w, C]."""
-
-        def at(output: Array) -> Array:
-            return _each(row["p"]) * x + _each(row["q"]) * output
-
-        further: Array | float = 0.0
-        if self.perturbs:
-            outputs, perturbed = outputs[:, :-1], outputs[:, -1]
-            scale = jnp.maximum(row["pag"][:, 0] - row["pag"][:, 1] * (1000 - row["timestep"]), 0)
-            further = _each(scale) * (outputs[:, int(outputs.shape[1] > 1)] - perturbed)
-        if outputs.shape[1] == 1:
-            return at(outputs[:, 0] + further)
-        negative, conditional = outputs[:, 0], outputs[:, 1]
-        if self.composes:
-            conditional = compose(negative, outputs[:, 1:], row["weights"])
-        guided = self._guided(at, negative, conditional, row, further)
-        # As rows of an image that is alone are run, whatever the method makes of a scale that asks for nothing.
-        return jnp.where(_each(row["guidance"]) == 1, at(conditional + further), guided)
-
-    def _guided(
-        self,
-        at: Callable[[Array], Array],
-        negative: Array,
-        conditional: Array,
-        row: Mapping[str, Array],
-        further: Array | float,
-    ) -> Array:
-        """D of two outputs; ``at`` makes D of an output."""
-        scale = row["guidance"]
-        if self.method == "cfg":
-            return at(guide(negative, conditional, scale, row["rescale"], further))
-        if not isinstance(self.method, str):
-            seen = {"row": {name: row[name] for name in OF_ROW}} if takes_row(self.method) else {}
-            return self.method(at(negative), at(conditional), scale, **seen) + _each(row["q"]) * further
-        if self.method == "cfg_zero":
-            return at(zero_star(negative, conditional, scale, row["step"], row["method"][:, 0]) + further)
-        eta, norm = row["method"][:, 0], row["method"][:, 1]
-        return projected(at(negative), at(conditional), scale, eta, norm) + _each(row["q"]) * further
+    def denoised(self, seen: Evaluated) -> Array:
+        """Return one denoised image of the outputs for the samples [B, h, w, C]. It is traced into the program."""
+        ...
 
 
-PLAIN = Guidance()
-"""Classifier-free guidance; without a negative prompt none."""
+NO_NUMBERS: Mapping[str, Number] = {}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """No guidance: the image is the prompt's."""
+
+    columns = NO_NUMBERS
+    samples = (PROMPT,)
+
+    def denoised(self, seen: Evaluated) -> Array:
+        return seen.denoised(seen.output(PROMPT) + seen.further)
+
+
+@dataclass(frozen=True)
+class CFG:
+    """Classifier-free guidance, rescaled."""
+
+    columns = NO_NUMBERS
+    samples = (NEGATIVE, PROMPT)
+
+    def denoised(self, seen: Evaluated) -> Array:
+        scale, rescale = seen.column("guidance"), seen.column("rescale")
+        return seen.denoised(guide(seen.output(NEGATIVE), seen.output(PROMPT), scale, rescale, seen.further))
+
+
+@dataclass(frozen=True)
+class CFGZero:
+    """``zero_star``."""
+
+    columns = MappingProxyType({"zero_steps": Number(0.0, 0.0, 1000.0)})
+    samples = (NEGATIVE, PROMPT)
+
+    def denoised(self, seen: Evaluated) -> Array:
+        numbers = (seen.column(name) for name in ("guidance", "step", "zero_steps"))
+        return seen.denoised(zero_star(seen.output(NEGATIVE), seen.output(PROMPT), *numbers) + seen.further)
+
+
+@dataclass(frozen=True)
+class APG:
+    """``projected``."""
+
+    columns = MappingProxyType({"eta": Number(0.0, -10.0, 10.0), "norm": Number(2.5, 0.0, 1e6)})
+    samples = (NEGATIVE, PROMPT)
+
+    def denoised(self, seen: Evaluated) -> Array:
+        numbers = (seen.column(name) for name in ("guidance", "eta", "norm"))
+        return seen.moved(projected(seen.image(NEGATIVE), seen.image(PROMPT), *numbers))
+
+
+@dataclass(frozen=True)
+class OfFunction:
+    """A function of the user's: (denoised image for the negative prompt, for the prompt, scale) to the guided one.
+
+    Images are [B, h, w, C] float32, the scale is [B]. With a parameter ``row`` it also gets ``OF_ROW``.
+    """
+
+    function: Callable[..., Array]
+    columns = NO_NUMBERS
+    samples = (NEGATIVE, PROMPT)
+
+    def denoised(self, seen: Evaluated) -> Array:
+        row = {"row": {name: seen.row[name] for name in OF_ROW}} if takes_row(self.function) else {}
+        images = seen.image(NEGATIVE), seen.image(PROMPT)
+        return seen.moved(self.function(*images, seen.column("guidance"), **row))
+
+
+@dataclass(frozen=True)
+class Own:
+    """A rule of the user's, checked.
+
+    Attributes:
+        rule: it.
+
+    Raises:
+        InputError: it is not a rule.
+    """
+
+    rule: Guidance
+
+    def __post_init__(self) -> None:
+        columns: Any = getattr(self.rule, "columns", None)
+        samples: Any = getattr(self.rule, "samples", None)
+        if not isinstance(columns, Mapping) or not all(isinstance(number, Number) for number in columns.values()):
+            raise InputError(
+                "guidance_method", "has no columns by name", cure="write {'strength': Number(1.0)}", value=self.rule
+            )
+        whole = isinstance(samples, tuple) and all(isinstance(role, int) and role >= 0 for role in samples)
+        if not whole or PROMPT not in samples or len({*samples}) < len(samples):
+            problem = f"has samples={samples!r}, which are not different roles, PROMPT among them"
+            raise InputError("guidance_method", problem, cure="write (NEGATIVE, PROMPT)", value=self.rule)
+
+    @property
+    def columns(self) -> Mapping[str, Number]:
+        return self.rule.columns
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return self.rule.samples
+
+    def denoised(self, seen: Evaluated) -> Array:
+        return seen.moved(self.rule.denoised(replace(seen, further=0.0)))
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A rule for the sum of several prompts of an image, each with its weight (Liu et al. 2022).
+
+    Attributes:
+        base: the rule.
+        parts: how many prompts.
+    """
+
+    base: Guidance
+    parts: int
+
+    @property
+    def columns(self) -> Mapping[str, Number]:
+        return {**self.base.columns, "weights": Number((1.0,) * self.parts)}
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        others = (role for role in self.base.samples if role not in (NEGATIVE, PROMPT))
+        return NEGATIVE, *(PROMPT,) * self.parts, *others
+
+    def denoised(self, seen: Evaluated) -> Array:
+        prompts = jnp.stack(seen.outputs[PROMPT], axis=1)
+        total = compose(seen.output(NEGATIVE), prompts, seen.column("weights"))
+        return self.base.denoised(replace(seen, outputs={**seen.outputs, PROMPT: (total,)}))
+
+
+@dataclass(frozen=True)
+class Perturbed:
+    """A rule that also moves away from the first prompt's output with perturbed attention (Ahn et al. 2024).
+
+    Attributes:
+        base: the rule.
+    """
+
+    base: Guidance
+
+    @property
+    def columns(self) -> Mapping[str, Number]:
+        return {**self.base.columns, "pag_scale": Number(0.0), "pag_adaptive_scale": Number(0.0)}
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return *(role for role in self.base.samples if role != PERTURBED), PERTURBED
+
+    def denoised(self, seen: Evaluated) -> Array:
+        falls = seen.column("pag_adaptive_scale") * (1000 - seen.column("timestep"))
+        scale = jnp.maximum(seen.column("pag_scale") - falls, 0)
+        further = per_image(scale) * (seen.output(PROMPT) - seen.output(PERTURBED))
+        return self.base.denoised(replace(seen, further=further))
+
+
+PLAIN = CFG()
+
+KINDS: Mapping[str, Guidance] = {"cfg": PLAIN, "cfg_zero": CFGZero(), "apg": APG()}
+"""The rules that have names."""
+
+_COLUMN = "guidance {}"
+"""Names of the columns of a rule among those of the row, of whatever name they are."""
+
+
+def rule_of(method: GuidanceFunction | str | Guidance, *, perturbs: bool = False, parts: int = 0) -> Guidance:
+    """Return the rule of a call.
+
+    Args:
+        method: a name, a function or a rule.
+        perturbs: for perturbed-attention guidance.
+        parts: prompts of each image that are added up; 0 for none.
+
+    Raises:
+        InputError: the method is not a rule.
+    """
+    own: Any = method
+    rule = KINDS[own] if isinstance(own, str) else Own(own) if hasattr(own, "denoised") else OfFunction(own)
+    rule = Composed(rule, parts) if parts else rule
+    return Perturbed(rule) if perturbs else rule
+
+
+def off(rule: Guidance) -> Guidance:
+    """Return the rule of rows at scale ``OFF``, which needs no samples that ``rule`` does not have.
+
+    It is the prompt alone, with what does not depend on the scale: prompts that are added up, perturbed attention.
+    """
+    return replace(rule, base=off(rule.base)) if isinstance(rule, Composed | Perturbed) else Alone()
+
+
+def reads_negative(rule: Guidance) -> bool:
+    """Return whether rows at scale ``OFF`` need the program with guidance, too."""
+    return NEGATIVE in off(rule).samples
+
+
+def columns_of(rule: Guidance) -> dict[str, Any]:
+    """Return the shapes of the columns of the row that a rule reads, without [B]."""
+    return {
+        _COLUMN.format(name): jax.ShapeDtypeStruct(np.shape(number.usual), jnp.float32)
+        for name, number in rule.columns.items()
+    }
+
+
+def filled_columns(rule: Guidance, values: Mapping[str, Any], rows: int) -> dict[str, HostArray]:
+    """Return the columns that a rule reads, [rows, ...], from the values by name of those that are not usual."""
+    numbers = {name: np.array(values.get(name, number.usual), np.float32) for name, number in rule.columns.items()}
+    return {_COLUMN.format(name): np.tile(value, (rows, *[1] * value.ndim)) for name, value in numbers.items()}
+
+
+def conditions_of(rule: Guidance, prompts: Sequence[Mapping[str, Any]], batch: int) -> list[dict[str, Any]]:
+    """Return the conditions of each sample of the images, of the prompts as ``InFlight`` has them."""
+    texts = prompts[1:] or prompts
+    following, samples = iter(texts), []
+    for role in rule.samples:
+        prompt = prompts[0] if role == NEGATIVE else next(following) if role == PROMPT else texts[0]
+        samples.append({**prompt, "role": jnp.full(batch, role, jnp.int32)})
+    return samples
+
+
+def guided(rule: Guidance, x: Array, outputs: Array, row: Mapping[str, Array]) -> Array:
+    """Return D of the outputs for the samples of each image [B, n, h, w, C], in a row with the columns of the rule."""
+    by_role: dict[int, list[Array]] = {}
+    for i, role in enumerate(rule.samples):
+        by_role.setdefault(role, []).append(outputs[:, i])
+    seen, alone = Evaluated(x, by_role, row), off(rule)
+    if alone == rule:
+        return rule.denoised(seen)
+    # As rows of an image that is alone are run, whatever the rule makes of a scale that asks for nothing.
+    return jnp.where(per_image(row["guidance"]) == OFF, alone.denoised(seen), rule.denoised(seen))
 
 
 def guide(
@@ -158,8 +397,8 @@ def compose(unconditional: Array, conditional: Array, weights: Array) -> Array:
 def zero_star(unconditional: Array, conditional: Array, scale: Array, step: Array, zero_steps: Array) -> Array:
     """CFG-Zero* (Fan et al. 2025, section 4): the unconditional output times <c, u> / |u|^2, 0 in the first steps."""
     share = _dot(conditional, unconditional) / jnp.maximum(_dot(unconditional, unconditional), 1e-12)
-    guided = share * unconditional + _each(scale) * (conditional - share * unconditional)
-    return jnp.where(_each(step) < _each(zero_steps), 0.0, guided)
+    guided = share * unconditional + per_image(scale) * (conditional - share * unconditional)
+    return jnp.where(per_image(step) < per_image(zero_steps), 0.0, guided)
 
 
 def projected(unconditional: Array, conditional: Array, scale: Array, eta: Array, norm: Array) -> Array:
@@ -170,12 +409,13 @@ def projected(unconditional: Array, conditional: Array, scale: Array, eta: Array
     """
     away = conditional - unconditional
     length = jnp.sqrt(_dot(away, away))
-    away = away * jnp.where(_each(norm) > 0, jnp.minimum(1.0, _each(norm) / jnp.maximum(length, 1e-12)), 1.0)
+    away = away * jnp.where(per_image(norm) > 0, jnp.minimum(1.0, per_image(norm) / jnp.maximum(length, 1e-12)), 1.0)
     along = _dot(away, conditional) / jnp.maximum(_dot(conditional, conditional), 1e-12) * conditional
-    return conditional + (_each(scale) - 1) * (away - along + _each(eta) * along)
+    return conditional + (per_image(scale) - 1) * (away - along + per_image(eta) * along)
 
 
-def _each(numbers: Array) -> Array:
+def per_image(numbers: Array) -> Array:
+    """Return numbers [B] as [B, 1, 1, 1], by which images are multiplied."""
     return numbers[:, None, None, None]
 
 

@@ -37,7 +37,7 @@ def linear_spec(
     bias: bool = True,
     conv: bool = False,
 ) -> Spec:
-    """Declares a linear map; ``conv=True`` if the checkpoint stores it as a 1x1 convolution."""
+    """Declare a linear map; ``conv=True`` if the checkpoint stores it as a 1x1 convolution."""
     spec: Spec = {"weight": Param((inputs, outputs), axes, layout="conv1x1" if conv else "linear")}
     if bias:
         spec["bias"] = Param((outputs,), (axes[1],), init="zeros")
@@ -45,7 +45,7 @@ def linear_spec(
 
 
 def _multiplied(p: Params, x: Array) -> Array:
-    """Returns ``x @ weight``, without the low-rank adapter and the bias."""
+    """Return ``x @ weight``, without the low-rank adapter and the bias."""
     weight, scale = p["weight"], p.get(SCALE)
     if PRODUCT_SCALE in p:
         return matmul_8bit(x, weight, p[PRODUCT_SCALE])
@@ -53,7 +53,7 @@ def _multiplied(p: Params, x: Array) -> Array:
 
 
 def _convolved(p: Params, x: Array, convolve: Callable[[Array, Array], Array]) -> Array:
-    """Returns ``convolve(weight, x)``, without the low-rank adapter and the bias.
+    """Return ``convolve(weight, x)``, without the low-rank adapter and the bias.
 
     The scales of an 8-bit weight multiply the result. A CPU always computes convolutions in float32, so its result is
     rounded only once. The result for weights up to 127 can overflow float16: there the weight is first multiplied by
@@ -73,19 +73,19 @@ def _convolved(p: Params, x: Array, convolve: Callable[[Array, Array], Array]) -
 
 
 def linear(p: Params, x: Array) -> Array:
-    """Returns ``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
+    """Return ``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
     return _completed(p, _multiplied(p, x), lambda down: matmul(x, down))
 
 
 def _completed(p: Params, y: Array, inner: Callable[[Array], Array]) -> Array:
-    """Adds the layer's low-rank adapter and bias to ``y``; ``inner(down)`` applies the adapter's first half."""
+    """Add the layer's low-rank adapter and bias to ``y``; ``inner(down)`` applies the adapter's first half."""
     if LOW_RANK in p:
         y = y + _low_rank(p[LOW_RANK], inner)
     return _biased(p, y)
 
 
 def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
-    """Returns the low-rank adapter's contribution, ``(inner(down) * share) @ up``."""
+    """Return the low-rank adapter's contribution, ``(inner(down) * share) @ up``."""
     between = inner(factors["down"])
     if SHARE in factors:
         share = factors[SHARE]
@@ -94,7 +94,7 @@ def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
 
 
 def without_shares(p: Params) -> tuple[Params, Array | None]:
-    """Removes every ``share`` from the parameters; returns them and the share [B, r], the same array in all layers."""
+    """Remove every ``share`` from the parameters; return them and the share [B, r], the same array in all layers."""
     shares = _share_in(p)
     return (p, None) if shares is None else (_bare(p), shares)
 
@@ -111,7 +111,7 @@ def _bare(p: Params) -> Params:
 
 
 def with_shares(p: Params, shares: Array | None) -> Params:
-    """Inverts ``without_shares``."""
+    """Invert ``without_shares``."""
     if shares is None:
         return p
     whole = {name: with_shares(value, shares) if isinstance(value, dict) else value for name, value in p.items()}
@@ -119,12 +119,12 @@ def with_shares(p: Params, shares: Array | None) -> Params:
 
 
 def _biased(p: Params, y: Array) -> Array:
-    """Adds the layer's bias, if it has any, to ``y``."""
+    """Add the layer's bias, if it has any, to ``y``."""
     return y + jax.lax.broadcast_to_rank(p["bias"], y.ndim) if "bias" in p else y
 
 
 def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
-    """Returns values and gate of a gated unit, the halves of a linear map's output: (..., in) -> 2 x (..., out / 2).
+    """Return values and gate of a gated unit, the halves of a linear map's output: (..., in) -> 2 x (..., out / 2).
 
     The sharding rules store the weight as [in, 2, out / 2] to split both halves in the same way, so that each device
     has the gates of its values.
@@ -154,7 +154,7 @@ def conv2d_spec(
     axes: tuple[AxisName, AxisName] = ("conv_in", "conv_out"),
     bias: bool = True,
 ) -> Spec:
-    """Declares a square convolution; ``axes`` are the logical names of its input and output channels."""
+    """Declare a square convolution; ``axes`` are the logical names of its input and output channels."""
     spec: Spec = {"weight": Param((kernel, kernel, inputs, outputs), (None, None, *axes), layout="conv")}
     if bias:
         spec["bias"] = Param((outputs,), (axes[1],), init="zeros")
@@ -162,18 +162,18 @@ def conv2d_spec(
 
 
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
-    """Applies a 2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
-    how = {"stride": stride, "padding": padding}
-    return _completed(p, _convolved(p, x, partial(convolve, **how)), lambda down: convolve(down, x, **how))
+    """Apply a 2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
+    geometry = {"stride": stride, "padding": padding}
+    return _completed(p, _convolved(p, x, partial(convolve, **geometry)), lambda down: convolve(down, x, **geometry))
 
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:
-    """Applies a 3x3 convolution to ``x`` after nearest-neighbour doubling: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
+    """Apply a 3x3 convolution to ``x`` after nearest-neighbour doubling: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
     return _completed(p, _convolved(p, x, convolve_doubled), lambda down: convolve_doubled(down, x))
 
 
 def norm_spec(channels: int) -> Spec:
-    """Declares scale and shift of a normalisation."""
+    """Declare scale and shift of a normalisation."""
     return {
         "weight": Param((channels,), (None,), init="ones"),
         "bias": Param((channels,), (None,), init="zeros"),
@@ -183,7 +183,7 @@ def norm_spec(channels: int) -> Spec:
 def group_norm(
     p: Params, x: Array, *, groups: int, eps: float, activation: Callable[[Array], Array] | None = None
 ) -> Array:
-    """Group normalisation over height, width and the channels of a group (Wu & He 2018), [B, H, W, C].
+    """Apply group normalisation over height, width and the channels of a group (Wu & He 2018), [B, H, W, C].
 
     Statistics are float32. For float32 inputs they take two passes, since the one-pass form E[x^2] - E[x]^2 cancels if
     the mean is large. For 16-bit inputs the one-pass form loses less than the inputs' rounding already has, and saves a
@@ -193,7 +193,7 @@ def group_norm(
     half = x.dtype.itemsize < 4
 
     def widened() -> Array:
-        """Returns x as [B, pixels, C] in float32.
+        """Return x as [B, pixels, C] in float32.
 
         On the CPU each call converts again: a shared result would be written to memory by XLA.
         """
@@ -203,7 +203,7 @@ def group_norm(
         return x.astype(jnp.float32).reshape(batch, -1, channels)
 
     def mean_of(y: Array) -> Array:
-        """Averages [B, pixels, C] -> [B, groups]; pixels first, or a GPU would write a sum per pixel to memory."""
+        """Average [B, pixels, C] -> [B, groups]; pixels first, or a GPU would write a sum per pixel to memory."""
         parts = _parts(y.shape[1])
         return y.reshape(batch, parts, -1, channels).mean(2).reshape(batch, parts, groups, -1).mean((1, 3))
 
@@ -222,7 +222,7 @@ def group_norm(
 
 
 def _parts(pixels: int) -> int:
-    """Returns the number of partial sums of a channel of an image.
+    """Return the number of partial sums of a channel of an image.
 
     XLA's GPU kernel assigns 128 channels to a multiprocessor, and divides only more than 4,096 pixels among several.
     Two images of 64 x 64 pixels and 320 channels used 6 of an H100's 132 multiprocessors and took 32 microseconds,
@@ -233,7 +233,8 @@ def _parts(pixels: int) -> int:
 
 
 def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
-    """Layer normalisation over the last axis, statistics in float32, in one or two passes as in ``group_norm``.
+    """Apply layer normalisation over the last axis, statistics in float32, in one or two passes as in
+    ``group_norm``.
 
     A GPU always takes two passes: XLA compiles them to one kernel, but a single pass to three.
     """
@@ -250,23 +251,23 @@ def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
 
 
 def embedding_spec(entries: int, width: int) -> Spec:
-    """Declares a lookup table."""
+    """Declare a lookup table."""
     return {"weight": Param((entries, width), (None, None), init="normal")}
 
 
 def embedding(p: Params, ids: Array) -> Array:
-    """Looks up rows of the table: ids (...) -> (..., D)."""
+    """Look up rows of the table: ids (...) -> (..., D)."""
     return p["weight"][ids]
 
 
 def gelu(x: Array) -> Array:
-    """Exact (erf) GELU; the tanh approximation differs by up to 5e-4, which is visible after twenty steps."""
+    """Apply exact (erf) GELU; the tanh approximation differs by up to 5e-4, which is visible after twenty steps."""
     x32 = x.astype(jnp.float32)
     return (x32 * (0.5 + 0.5 * jax.lax.erf(x32 * 0.5**0.5))).astype(x.dtype)
 
 
 def quick_gelu(x: Array) -> Array:
-    """``x * sigmoid(1.702 x)``, the activation of OpenAI's CLIP."""
+    """Apply ``x * sigmoid(1.702 x)``, the activation of OpenAI's CLIP."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.nn.sigmoid(1.702 * x32)).astype(x.dtype)
 
@@ -275,7 +276,7 @@ ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
 
 
 def upsample_nearest(x: Array, height: int, width: int) -> Array:
-    """Resizes [B, h, w, C] by nearest neighbour; doubling is a broadcast, other sizes a gather."""
+    """Resize [B, h, w, C] by nearest neighbour; doubling is a broadcast, other sizes a gather."""
     _, h, w, _ = x.shape
     if (height, width) == (2 * h, 2 * w):
         return doubled(x)

@@ -24,16 +24,16 @@ from typing import get_args
 import numpy as np
 
 from canvax.call import MAX_SEED, NoiseKind
-from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.errors import InputError, nearest
 
 
 def random_seed() -> int:
-    """Returns a random seed in 0..2**32-1: short enough to type, and distinct under either kind of noise."""
+    """Return a random seed in 0..2**32-1: short enough to type, and distinct under either kind of noise."""
     return secrets.randbelow(2**32)
 
 
 def check_seed(seed: int | None) -> int:
-    """Returns ``seed``, or a random seed for ``None`` and ``-1`` (A1111's convention).
+    """Return ``seed``, or a random seed for ``None`` and ``-1`` (A1111's convention).
 
     Raises:
         InputError: ``seed`` is not an integer, or is outside -1..2**64-1.
@@ -41,32 +41,32 @@ def check_seed(seed: int | None) -> int:
     if seed is None:
         return random_seed()
     if isinstance(seed, bool | np.bool_) or not isinstance(seed, int | np.integer):
-        raise InputError("seed", seed, "is not a whole number in 0..2**64-1, or None for a random one")
+        raise InputError("seed", "is not a whole number in 0..2**64-1, or None for a random one", value=seed)
     seed = int(seed)
     if seed == -1:
         return random_seed()
     if seed < 0:
         cure = f"PyTorch's seed {seed} is {seed % 2**64} here" if seed >= -(2**63) else "pass a smaller number"
-        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1, or -1 for a random one", f"got {seed} ({cure})")
+        raise InputError("seed", "must be in 0..2**64-1, or -1 for a random one", cure=f"got {seed} ({cure})")
     if seed > MAX_SEED:
-        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1", f"got {seed}, which needs {seed.bit_length()} bits")
+        raise InputError("seed", "must be in 0..2**64-1", cure=f"got {seed}, which needs {seed.bit_length()} bits")
     return seed
 
 
 def image_seeds(seed: int | None, count: int) -> list[int]:
-    """Returns the seeds of ``count`` images of the same call: image i has ``seed + i`` modulo 2**64.
+    """Return the seeds of ``count`` images of the same call: image i has ``seed + i`` modulo 2**64.
 
     Raises:
         InputError: `check_seed` refuses the seed, or ``count`` is below 1.
     """
     if count < 1:
-        raise InputError("count", NO_VALUE, f"must be 1 or more, got {count}")
+        raise InputError("count", f"must be 1 or more, got {count}")
     first = check_seed(seed)
     return [(first + i) % 2**64 for i in range(count)]
 
 
 def seed_keys(seeds: Sequence[int]) -> np.ndarray:
-    """Returns the keys of the images' step noise, uint32 [B, 2]: the high and the low half of each seed.
+    """Return the keys of the images' step noise, uint32 [B, 2]: the high and the low half of each seed.
 
     This is the layout of JAX's ``threefry2x32`` keys (``jax.random.wrap_key_data``). For a seed below 2**32 the key
     equals the data of ``jax.random.key(seed)``.
@@ -78,7 +78,7 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray:
 def initial_noise(
     seeds: Sequence[int], shape: tuple[int, int, int], kind: NoiseKind = "philox", draw: int = 0
 ) -> np.ndarray:
-    """Returns standard normal noise for each seed, float32 [B, h, w, C].
+    """Return standard normal noise for each seed, float32 [B, h, w, C].
 
     Args:
         seeds: a seed in 0..2**64-1 for each image (``torch`` uses the low 32 bits only, as PyTorch does).
@@ -92,7 +92,7 @@ def initial_noise(
     if kind not in get_args(NoiseKind):
         raise InputError(f"unknown noise {kind!r}; {nearest(str(kind), get_args(NoiseKind))}")
     if len(shape) != 3 or min(shape) < 1:
-        raise InputError("shape", NO_VALUE, f"must be three positive numbers (h, w, C), got {shape}")
+        raise InputError("shape", f"must be three positive numbers (h, w, C), got {shape}")
     h, w, channels = shape
     noise = np.empty((len(seeds), h, w, channels), np.float32)
     for image, seed in zip(noise, map(_exact_seed, seeds), strict=True):
@@ -104,7 +104,7 @@ def initial_noise(
 
 
 def slerp(noise: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
-    """Interpolates spherically from ``noise`` [B, h, w, C] (``part`` 0) to ``other`` (``part`` 1), image by image.
+    """Interpolate spherically from ``noise`` [B, h, w, C] (``part`` 0) to ``other`` (``part`` 1), image by image.
 
     Unlike linear interpolation this keeps the norm of Gaussian noise. ``other`` may be [1, h, w, C], shared by all
     images.
@@ -118,7 +118,7 @@ def slerp(noise: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
 
 
 def pasted_in_the_middle(noise: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Pastes ``other``, noise of another size, into the centre of ``noise`` [B, h, w, C].
+    """Paste ``other``, noise of another size, into the centre of ``noise`` [B, h, w, C].
 
     With it a seed keeps its composition when the size of the image changes.
     """
@@ -133,14 +133,14 @@ def pasted_in_the_middle(noise: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _exact_seed(seed: int) -> int:
-    """Returns ``seed`` as a Python int; unlike `check_seed`, it does not replace None and -1 by a random seed."""
+    """Return ``seed`` as a Python int; unlike `check_seed`, it does not replace None and -1 by a random seed."""
     if seed is None or seed == -1:
         raise InputError(f"a seed in 0..2**64-1 is needed here, got {seed}; choose one with check_seed or image_seeds")
     return check_seed(seed)
 
 
 def _philox(seed: int, count: int) -> np.ndarray:
-    """Returns ``count`` normals, float32.
+    """Return ``count`` normals, float32.
 
     Let a and b be the upper 53 bits of words 2k and 2k+1 of the stream. With ``r = sqrt(-2 log((a + 1) / 2**53))``,
     normals 2k and 2k+1 are ``r cos(2 pi b / 2**53)`` and ``r sin(2 pi b / 2**53)``, computed in float64 and rounded
@@ -154,7 +154,7 @@ def _philox(seed: int, count: int) -> np.ndarray:
 
 
 def _torch(seed: int, count: int, draw: int = 0) -> np.ndarray:
-    """Returns ``count`` normals of PyTorch's CPU generator after ``draw`` times as many, float32, in the order of a
+    """Return ``count`` normals of PyTorch's CPU generator after ``draw`` times as many, float32, in the order of a
     contiguous tensor.
 
     The words come from MT19937 (Matsumoto and Nishimura, 1998) with its 32-bit seeding. PyTorch converts them to
@@ -169,7 +169,7 @@ def _torch(seed: int, count: int, draw: int = 0) -> np.ndarray:
 
 
 def _torch_small(words: np.ndarray, count: int) -> np.ndarray:
-    """Converts words below 16 elements: two words make a 53-bit uniform, two uniforms (angle, radius) two normals."""
+    """Convert words below 16 elements: two words make a 53-bit uniform, two uniforms (angle, radius) two normals."""
     high, low = words[: 4 * -(-count // 2)].astype(np.uint64).reshape(-1, 2).T
     bits = ((high << np.uint64(32)) | low) & np.uint64(2**53 - 1)
     uniforms = bits.astype(np.float64).reshape(-1, 2) * 2.0**-53
@@ -179,7 +179,7 @@ def _torch_small(words: np.ndarray, count: int) -> np.ndarray:
 
 
 def _torch_large(words: np.ndarray, count: int) -> np.ndarray:
-    """Converts words from 16 elements on: 24-bit uniforms fill the tensor, then each block of 16 becomes 16 normals.
+    """Convert words from 16 elements on: 24-bit uniforms fill the tensor, then each block of 16 becomes 16 normals.
 
     If the size is not a multiple of 16, the last 16 elements are computed again from 16 new words.
     """
@@ -193,7 +193,7 @@ def _torch_large(words: np.ndarray, count: int) -> np.ndarray:
 
 
 def _torch_blocks(uniforms: np.ndarray) -> np.ndarray:
-    """Applies Box-Muller to blocks of 16: 8 uniforms for the radius, 8 for the angle; 8 cosines, then 8 sines.
+    """Apply Box-Muller to blocks of 16: 8 uniforms for the radius, 8 for the angle; 8 cosines, then 8 sines.
 
     The float32 roundings are PyTorch's; without them the result differs by up to 3e-6.
     """
@@ -206,7 +206,7 @@ def _torch_blocks(uniforms: np.ndarray) -> np.ndarray:
 
 
 def _log(x: np.ndarray) -> np.ndarray:
-    """Returns the natural logarithm of positive float64 numbers, relative error 3e-16, with the same bits everywhere.
+    """Return the natural logarithm of positive float64 numbers, relative error 3e-16, with the same bits everywhere.
 
     ``log(m 2**e) = e log 2 + 2 artanh((m - 1) / (m + 1))`` with m in [sqrt(1/2), sqrt(2)).
     """
@@ -219,7 +219,7 @@ def _log(x: np.ndarray) -> np.ndarray:
 
 
 def _cos_sin(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosine and sine of ``2 pi turns`` (float64), error 3e-16, with the same bits everywhere.
+    """Return cosine and sine of ``2 pi turns`` (float64), error 3e-16, with the same bits everywhere.
 
     The nearest quarter turn is subtracted exactly; Taylor series cover the rest, at most an eighth of a turn.
     """
@@ -235,7 +235,7 @@ def _cos_sin(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _polynomial(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
-    """Evaluates a polynomial by Horner's rule with a rounding after each operation (no fused multiply-add)."""
+    """Evaluate a polynomial by Horner's rule with a rounding after each operation (no fused multiply-add)."""
     total = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x

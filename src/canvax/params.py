@@ -77,7 +77,7 @@ class Param:
         return math.prod(self.shape)
 
     def dtype_in(self, model: DType) -> np.dtype:
-        """Returns the parameter's dtype in a model of dtype ``model``."""
+        """Return the parameter's dtype in a model of dtype ``model``."""
         return jnp.dtype(self.dtype or model)
 
     @property
@@ -106,7 +106,7 @@ class Param:
         return (self.shape,)
 
     def from_checkpoint(self, array: HostArray) -> HostArray:
-        """Returns a checkpoint array in memory layout: a strided view that is not contiguous, a copy with ``pairs``."""
+        """Return a checkpoint array in memory layout: a strided view that is not contiguous, a copy with ``pairs``."""
         if self.pairs:
             array = halves_first(array, self.pairs)
         if self.layout == "conv":
@@ -116,11 +116,11 @@ class Param:
         return array
 
     def to_checkpoint(self, array: HostArray) -> HostArray:
-        """Inverts ``from_checkpoint``; the result has the first of ``checkpoint_shapes``."""
+        """Invert ``from_checkpoint``; the result has the first of ``checkpoint_shapes``."""
         return np.ascontiguousarray(self.turned(array)).reshape(self.checkpoint_shapes[0])
 
     def turned(self, array: HostArray) -> HostArray:
-        """Returns an array in memory layout with its axes in checkpoint order, outputs first; a copy with ``pairs``."""
+        """Return an array in memory layout with its axes in checkpoint order, outputs first; a copy with ``pairs``."""
         if self.layout == "conv":
             return array.transpose(3, 2, 0, 1)
         array = array.T if self.layout in ("linear", "conv1x1") else array
@@ -128,19 +128,19 @@ class Param:
 
 
 def halves_first(array: HostArray, head_dim: int) -> HostArray:
-    """Outputs [N * Dh, ...] of a checkpoint, the first of each pair of a head before the second of each."""
+    """Reorder outputs [N * Dh, ...] of a checkpoint: the first of each pair of a head before the second of each."""
     pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def pairs_together(array: HostArray, head_dim: int) -> HostArray:
-    """The inverse of ``halves_first``."""
+    """Invert ``halves_first``."""
     halves = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields ``(dotted name, leaf)`` for each leaf of a nested dict, in order."""
+    """Yield ``(dotted name, leaf)`` for each leaf of a nested dict, in order."""
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, Mapping):
@@ -150,7 +150,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def unflatten(items: Iterator[tuple[str, Any]] | Mapping[str, Any]) -> dict[str, Any]:
-    """Builds a nested dict from ``(dotted name, leaf)`` pairs."""
+    """Build a nested dict from ``(dotted name, leaf)`` pairs."""
     tree: dict[str, Any] = {}
     for name, leaf in items.items() if isinstance(items, Mapping) else items:
         *parents, last = name.split(".")
@@ -161,26 +161,31 @@ def unflatten(items: Iterator[tuple[str, Any]] | Mapping[str, Any]) -> dict[str,
     return tree
 
 
-def whole(spec: Spec) -> Spec:
-    """Returns ``spec`` with parameters that keep their precision when the network is quantised.
+def copied(tree: Params) -> Params:
+    """Copy the dicts of a tree, but not its leaves."""
+    return {name: copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
-    For layers that are small or that all activations pass through.
+
+def whole(spec: Spec) -> Spec:
+    """Return ``spec`` with parameters that keep their precision when the network is quantised.
+
+    It is used for layers that are small or that all activations pass through.
     """
     return {key: replace(part, whole=True) if isinstance(part, Param) else whole(part) for key, part in spec.items()}
 
 
 def map_spec(fn: Callable[[Param], Any], spec: Spec) -> Any:
-    """Applies ``fn`` to every ``Param`` of a spec, keeping the nesting."""
+    """Apply ``fn`` to every ``Param`` of a spec, keeping the nesting."""
     return jax.tree.map(fn, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def count(spec: Spec) -> int:
-    """Counts the scalar parameters that a spec declares."""
+    """Count the scalar parameters that a spec declares."""
     return sum(param.size for _, param in flatten(spec))
 
 
 def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:
-    """Returns random host parameters (a nested dict of numpy arrays), reproducible from ``seed``."""
+    """Return random host parameters (a nested dict of numpy arrays), reproducible from ``seed``."""
     rng = np.random.default_rng(seed)
     return map_spec(lambda param: init_param(param, rng, dtype), spec)
 
@@ -188,7 +193,7 @@ def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:
 def init_param(
     param: Param, rng: np.random.Generator, dtype: DType = np.float32, shape: tuple[int, ...] | None = None
 ) -> HostArray:
-    """Returns a random parameter; ``shape`` is its layout, by default ``param.shape``."""
+    """Return a random parameter; ``shape`` is its layout, by default ``param.shape``."""
     shape = param.shape if shape is None else shape
     if param.init in ("zeros", "ones"):
         return np.full(shape, param.init == "ones", dtype)

@@ -48,7 +48,7 @@ PRODUCT_SCALE = "product_scale"
 
 
 def scale_of(weight: str, names: Container[str]) -> str | None:
-    """Returns which of the dotted ``names`` is that of a weight's scales; None if the weight is not quantised.
+    """Return which of the dotted ``names`` is that of a weight's scales; None if the weight is not quantised.
 
     "a.b.weight" -> "a.b.scale".
     """
@@ -57,7 +57,7 @@ def scale_of(weight: str, names: Container[str]) -> str | None:
 
 
 def compute_dtype(p: Params) -> DType:
-    """Returns the dtype that a network with parameters ``p`` computes in: the narrowest float of more than 8 bits.
+    """Return the dtype that a network with parameters ``p`` computes in: the narrowest float of more than 8 bits.
 
     A few parameters of a network may be float32 whatever the model's dtype is (``Param.dtype``). A network without
     parameters computes in float32.
@@ -71,19 +71,21 @@ def _width(dtype: DType) -> tuple[int, str]:
 
 
 def check_kind(kind: str | None, *, trained: bool = False) -> str | None:
-    """Returns ``kind`` if it is a key of ``KINDS`` or None. With ``trained`` gradients are needed.
+    """Return ``kind`` if it is a key of ``KINDS`` or None. With ``trained`` gradients are needed.
 
     Raises:
         InputError: ``kind`` is unknown, or rounds activations, which then have no gradient.
     """
     check_setting(Load, "quantize", kind)
     if trained and kind is not None and kind.endswith(_PRODUCTS):
-        raise InputError("quantize", kind, "rounds activations, which then have no gradient", "take int8 or float8")
+        raise InputError(
+            "quantize", "rounds activations, which then have no gradient", cure="take int8 or float8", value=kind
+        )
     return kind
 
 
 def quantized_specs(specs: Mapping[str, Spec], kind: str | None) -> dict[str, Spec]:
-    """Returns the specs of a model's components with weights of ``kind``; unchanged for None."""
+    """Return the specs of a model's components with weights of ``kind``; unchanged for None."""
 
     def quantized(name: str, spec: Spec) -> Spec:
         if kind is None or name == "vae":
@@ -94,7 +96,7 @@ def quantized_specs(specs: Mapping[str, Spec], kind: str | None) -> dict[str, Sp
 
 
 def quantized_spec(spec: Spec, kind: str) -> Spec:
-    """Returns the spec of the same network with weights of ``kind`` and their scales."""
+    """Return the spec of the same network with weights of ``kind`` and their scales."""
 
     def quantized(value: Any) -> Any:
         if isinstance(value, Param):
@@ -111,7 +113,7 @@ def quantized_spec(spec: Spec, kind: str) -> Spec:
 
 
 def quantize(weight: HostArray, dtype: Any) -> tuple[HostArray, HostArray]:
-    """Quantises ``weight`` [..., out] to ``dtype``, int8 or a float8.
+    """Quantise ``weight`` [..., out] to ``dtype``, int8 or a float8.
 
     Returns:
         The weights in ``dtype`` and scales [out] float32, whose product is nearest to ``weight``.

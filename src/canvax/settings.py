@@ -23,7 +23,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from canvax.errors import NO_VALUE, InputError, nearest, plain, refuse_tracers
+from canvax.errors import InputError, nearest, needs, plain, refuse_tracers
 
 if TYPE_CHECKING:
     import argparse
@@ -54,8 +54,8 @@ class Setting:
         const: the value that a flag without a value stands for.
         metavar: what --help calls the value.
         group: which settings it is listed with.
-        needs: without which it has no effect, which a hint says: other settings, or conditions of ``hints.idle``.
-        requires: a setting without which it is an error, with a value: "hires=2".
+        hint_without: other settings, or conditions of ``hints.idle``, without which a hint says that it has no effect.
+        error_without: a setting, with a value, without which it is an error: "hires=2".
         per_image: whether images of one batch may differ in it.
         infotext: its name in A1111's text in a PNG.
         closed: entry points that do not take it, and why.
@@ -76,8 +76,8 @@ class Setting:
     const: Any = None
     metavar: str | tuple[str, str] = ""
     group: str = "settings"
-    needs: tuple[str, ...] = ()
-    requires: str = ""
+    hint_without: tuple[str, ...] = ()
+    error_without: str = ""
     per_image: bool = False
     infotext: str = ""
     closed: Mapping[EntryPoint, str] = dataclasses.field(default_factory=dict)
@@ -116,22 +116,22 @@ class ValueKind:
     """The values that an annotation allows.
 
     Attributes:
-        of: int, float, str or bool, of a value or else of a list's entries; None where ``Setting.read`` alone knows.
-        entries: the same of the entries of a list.
+        value_type: int, float, str or bool, of a value or of a list's entries; None if only ``Setting.read`` knows.
+        entry_type: the same of the entries of a list.
         choices: the values of a Literal.
-        alone: whether it may be a value that is not in a list.
-        several: whether it may be a list.
-        table: whether it may be a table.
+        scalar: whether it may be a value that is not in a list.
+        sequence: whether it may be a list.
+        mapping: whether it may be a table.
         length: of a tuple with as many entries.
         optional: whether it may be None.
     """
 
-    of: type | None
-    entries: type | None = None
+    value_type: type | None
+    entry_type: type | None = None
     choices: tuple[Any, ...] = ()
-    alone: bool = True
-    several: bool = False
-    table: bool = False
+    scalar: bool = True
+    sequence: bool = False
+    mapping: bool = False
     length: int = 0
     optional: bool = False
 
@@ -188,11 +188,11 @@ class Declared:
     @property
     def is_text(self) -> bool:
         """Whether a table without types, such as CSV, has it as text."""
-        return self.kind.of in (None, str) and not self.setting.read
+        return self.kind.value_type in (None, str) and not self.setting.read
 
     @property
-    def otherwise(self) -> str:
-        """What holds if nothing is given; empty where that needs no words."""
+    def default_text(self) -> str:
+        """The default in words; empty where it needs none."""
         if self.default is None:
             return self.setting.unset
         return "" if self.is_switch or self.default in (MISSING, ()) else text_of(self.default)
@@ -233,10 +233,9 @@ def check_all(record: Any) -> None:
         if (value := getattr(record, name)) is not field.default:
             object.__setattr__(record, name, check(field, value))
     for name, field in declared(type(record)).items():
-        needed = field.setting.requires.partition("=")[0]
+        needed = field.setting.error_without.partition("=")[0]
         if needed and _differs(record, field) and not _differs(record, declared(type(record))[needed]):
-            raise InputError(name, getattr(record, name), f"has no effect without {needed}",
-                             f"add {{{field.setting.requires}}}")  # fmt: skip
+            raise needs(name, field.setting.error_without, value=getattr(record, name))
 
 
 def _differs(record: Any, field: Declared) -> bool:
@@ -264,9 +263,9 @@ def check(field: Declared, value: Any) -> Any:
         return None
     if field.setting.read:
         return field.setting.read(name, value)
-    if kind.of is None:
+    if kind.value_type is None:
         return value
-    if kind.several:
+    if kind.sequence:
         return _several(field, value)
     return _single(field, value, value)
 
@@ -278,40 +277,40 @@ def _single(field: Declared, value: Any, whole: Any) -> Any:
         if not any(value == choice and type(value) is type(choice) for choice in kind.choices):
             words = [choice for choice in kind.choices if isinstance(choice, str)]
             if not words:
-                raise InputError(field.name, whole, "is neither True nor False", setting.cure)
+                raise InputError(field.name, "is neither True nor False", cure=setting.cure, value=whole)
             listing = f"choose one of {', '.join(map(repr, kind.choices))}"
             cure = nearest(value, words) if isinstance(value, str) else setting.cure or listing
-            raise InputError(field.name, whole, "is not known", cure)
+            raise InputError(field.name, "is not known", cure=cure, value=whole)
         return value
-    if kind.of is str:
+    if kind.value_type is str:
         if not isinstance(value, str):
-            raise InputError(field.name, whole, "is not text", setting.cure)
+            raise InputError(field.name, "is not text", cure=setting.cure, value=whole)
         return value
-    if not (is_whole(value) if kind.of is int else is_number(value)) or not setting.takes(value):
-        wanted = "a whole number" if kind.of is int else "a number" if setting.limits else "a finite number"
+    if not (is_whole(value) if kind.value_type is int else is_number(value)) or not setting.takes(value):
+        wanted = "a whole number" if kind.value_type is int else "a number" if setting.limits else "a finite number"
         joint = " of at least " if setting.high is None else " in "
         limits = joint + setting.limits.removesuffix(" or more") if setting.limits else ""
-        raise InputError(field.name, whole, f"is not {wanted}{limits}", setting.cure)
+        raise InputError(field.name, f"is not {wanted}{limits}", cure=setting.cure, value=whole)
     return value
 
 
 def _several(field: Declared, value: Any) -> Any:
     """A list, or a value where that is allowed as well."""
     setting, kind = field.setting, field.kind
-    if kind.of is str and not kind.choices:
-        texts = [value] if isinstance(value, str) and kind.alone else value
+    if kind.value_type is str and not kind.choices:
+        texts = [value] if isinstance(value, str) and kind.scalar else value
         if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
-            raise InputError(field.name, value, "is neither text nor a list of texts", setting.cure)
+            raise InputError(field.name, "is neither text nor a list of texts", cure=setting.cure, value=value)
         return value if isinstance(value, str) else tuple(value)
-    if kind.alone:
+    if kind.scalar:
         entries = listed(value)
         for entry in entries or ("",):
             _single(field, entry, value)
         return entries[0] if len(entries) == 1 else entries
     numbers = numbers_of(value)
     if len(numbers) > MOST_NUMBERS:
-        raise InputError(field.name, NO_VALUE, f"has more than {MOST_NUMBERS} numbers", "give one for each step")
-    whole = kind.of is int
+        raise InputError(field.name, f"has more than {MOST_NUMBERS} numbers", cure="give one for each step")
+    whole = kind.value_type is int
     fits = len(numbers) == field.length if field.length else bool(numbers)
     if not fits or not all(setting.takes(number) and (not whole or is_whole(number)) for number in numbers):
         if isinstance(setting.metavar, tuple):
@@ -319,7 +318,7 @@ def _several(field: Declared, value: Any) -> Any:
         else:
             wanted = f"{field.length} numbers" if field.length else "a list of numbers"
         wanted += f" in {setting.limits}" * bool(setting.limits)
-        raise InputError(field.name, value, f"is not {wanted}", setting.cure)
+        raise InputError(field.name, f"is not {wanted}", cure=setting.cure, value=value)
     return numbers if whole else tuple(map(float, numbers))
 
 
@@ -369,7 +368,7 @@ def plain_value(text: str) -> Any:
         except ValueError:
             continue
         except RecursionError:
-            raise InputError("sampler_settings", text[:40], "is nested too deeply") from None
+            raise InputError("sampler_settings", "is nested too deeply", value=text[:40]) from None
     inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
     parts = [part.strip() for part in inner.split(",")]
     if all(map(_NUMBER.fullmatch, parts)):  # .5, 1. and +0.5, which are none in JSON
@@ -392,8 +391,8 @@ def check_once(name: str, parts: Iterable[str]) -> None:
 
 def described(field: Declared, usual: Any = None) -> str:
     """The line of --help; ``usual`` is the default of a command that has another than the record."""
-    setting, otherwise = field.setting, field.otherwise if usual is None else text_of(usual)
-    narrow = setting.high is not None and setting.high <= 16 and field.kind.of is float
+    setting, otherwise = field.setting, field.default_text if usual is None else text_of(usual)
+    narrow = setting.high is not None and setting.high <= 16 and field.kind.value_type is float
     return (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({otherwise})" if otherwise else "")
 
 
@@ -420,12 +419,12 @@ def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str
                 parser.add_argument(*field.flags, dest=name, **keywords)
                 continue
             keywords["metavar"] = field.setting.metavar or "X"
-            number = field.kind.of if field.kind.of in (int, float) else None
+            number = field.kind.value_type if field.kind.value_type in (int, float) else None
             if field.setting.repeats:
                 keywords["action"] = "append"
             elif isinstance(field.setting.metavar, tuple):
                 keywords |= {"type": number, "nargs": 2}
-            elif number and not field.kind.several:
+            elif number and not field.kind.sequence:
                 keywords["type"] = number
             parser.add_argument(*field.flags, dest=name, **keywords)
 
@@ -463,11 +462,11 @@ def _schema_of(field: Declared) -> dict[str, Any]:
             {"enum": list(kind.choices)} if kind.choices else {"type": name, **(bounds if of in (int, float) else {})}
         )
 
-    forms = [form(kind.of)] if kind.alone and kind.of else []
-    if kind.several and kind.entries:
+    forms = [form(kind.value_type)] if kind.scalar and kind.value_type else []
+    if kind.sequence and kind.entry_type:
         counts = {"minItems": field.length, "maxItems": field.length} if field.length else {}
-        forms.append({"type": "array", "items": form(kind.entries), **counts})
-    if kind.table:
+        forms.append({"type": "array", "items": form(kind.entry_type), **counts})
+    if kind.mapping:
         forms.append({"type": "object"})
     forms += [{"type": "null"}] if kind.optional else []
     schema = forms[0] if len(forms) == 1 else {"anyOf": forms} if forms else {}
@@ -495,11 +494,11 @@ def markdown(record: type) -> str:
 
 def _row(field: Declared) -> str:
     words = ", ".join(f"`{choice}`" for choice in field.kind.choices)
-    default = text_of(field.default) if field.is_switch and field.default is not None else field.otherwise
-    kind = {int: "whole number", float: "number", str: "text"}.get(field.kind.of or object, "")
-    if field.length or (field.kind.several and not field.kind.alone):
+    default = text_of(field.default) if field.is_switch and field.default is not None else field.default_text
+    kind = {int: "whole number", float: "number", str: "text"}.get(field.kind.value_type or object, "")
+    if field.length or (field.kind.sequence and not field.kind.scalar):
         kind = f"{field.length or ''} {kind}s".strip()
-    kind = "names with values" if field.kind.table and field.setting.repeats else kind
+    kind = "names with values" if field.kind.mapping and field.setting.repeats else kind
     values = words or ", ".join(filter(None, (kind, field.setting.limits)))
     return f"| `{field.name}` | {default} | {values} | {field.setting.help} |"
 
@@ -520,7 +519,7 @@ def idle(record: Any, there: Mapping[str, bool]) -> Iterator[tuple[str, str]]:
     """
     known = declared(type(record))
     for name, field in known.items():
-        for needed in field.setting.needs if _differs(record, field) else ():
+        for needed in field.setting.hint_without if _differs(record, field) else ():
             holds = there[needed] if needed in there else _differs(record, known[needed])
             if not holds:
                 yield name, needed

@@ -11,13 +11,12 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-
-from canvax.samplers import SamplerTable, Scheduler, from_scheduler_config, run  # noqa: E402
+from canvax.samplers import SamplerTable, Scheduler, from_scheduler_config, run
 
 TOLERANCE = 1e-6
 STEPS = (1, 2, 3, 4, 5, 10, 20, 50)

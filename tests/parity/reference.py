@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 
@@ -34,6 +35,13 @@ def params_of(module: torch.nn.Module, spec: Spec, prefix: str = "") -> Params:
     for name, param in declared.items():
         assert state[name].shape == param.checkpoint_shapes[0], name
     return unflatten((name, np.ascontiguousarray(p.from_checkpoint(state[name]))) for name, p in declared.items())
+
+
+def given_noise(monkeypatch: Any, pipe: Any, noise: np.ndarray) -> None:
+    """Let a pipeline of diffusers begin from our noise [B, H, W, C], and take the mean of what its VAE encodes."""
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
+    monkeypatch.setattr(f"{type(pipe).__module__}.randn_tensor", lambda *_, **__: nchw(noise))
 
 
 def nchw(x: np.ndarray) -> torch.Tensor:

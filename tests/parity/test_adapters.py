@@ -7,22 +7,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-pytest.importorskip("peft")
+import canvax
+from tests.support.adapter_files import Draw, Made, dora, kohya, kohya_ldm, layers, loha, lora, without_alpha, write
+from tests.support.small_sdxl import build as build_xl
 
-from safetensors.numpy import load_file  # noqa: E402
-
-import canvax  # noqa: E402
-from tests.support.adapter_files import Draw, Made, dora, kohya, kohya_ldm, layers, loha, lora, without_alpha, write  # noqa: E402
-from tests.support.small_sdxl import build as build_xl  # noqa: E402
-
-from .reference import nchw, psnr, relative_error  # noqa: E402
-from .test_pipeline import build  # noqa: E402
+from .reference import nchw, psnr, relative_error
+from .test_pipeline import build
 
 CALL = {"prompt": "a red apple", "negative_prompt": "blurry", "guidance_scale": 4.0, "num_inference_steps": 4}
 PEFT_ENDS = {".lora_down.weight": ".lora_A.weight", ".lora_up.weight": ".lora_B.weight"}

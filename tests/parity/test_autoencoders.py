@@ -9,31 +9,29 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+import canvax
+from canvax.cli import BAD_INPUT, main
+from canvax.models.configs import TinyConfig
+from canvax.models.decode import decode_images, encode_images
+from canvax.models.tiny import tiny_spec
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
+from canvax.weights import single_file
+from canvax.weights.overrides import vae_of_file
+from tests.support.ldm_files import ldm_vae, model, write_folder, write_single
 
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.cli import BAD_INPUT, main  # noqa: E402
-from canvax.models.configs import TinyConfig  # noqa: E402
-from canvax.models.decode import decode_images, encode_images  # noqa: E402
-from canvax.models.tiny import tiny_spec  # noqa: E402
-from canvax.noise import initial_noise  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.weights import single_file  # noqa: E402
-from canvax.weights.overrides import vae_of_file  # noqa: E402
-from tests.support.ldm_files import ldm_vae, model, write_folder, write_single  # noqa: E402
-
-from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
-from .test_image_to_image import photo  # noqa: E402
-from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build  # noqa: E402
-from .test_preview import SHAPES  # noqa: E402
+from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error
+from .test_image_to_image import photo
+from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build
+from .test_preview import SHAPES
 
 SIZE, LATENTS = 128, (16, 16, 4)
 CHOICE: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "progress": False}

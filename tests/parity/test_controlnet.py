@@ -8,35 +8,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+import canvax
+from canvax.families.controls import adapter_config, controlnet_config
+from canvax.models.controlnet import ControlNet
+from canvax.models.presets import SD15_UNET, SDXL_UNET
+from canvax.models.t2i_adapter import AdapterConfig, adapter, adapter_spec
+from canvax.models.unet import Residuals, unet, unet_spec
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten
+from canvax.weights.controlnet import open_control
+from canvax.weights.location import Location
+from tests.support.ldm_files import ldm_unet, write_folder
+from tests.support.ldm_files import model as ldm_model
+from tests.support.random_numbers import rng
 
-from PIL import Image  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.families.controls import adapter_config, controlnet_config  # noqa: E402
-from canvax.models.controlnet import ControlNet  # noqa: E402
-from canvax.models.presets import SD15_UNET, SDXL_UNET  # noqa: E402
-from canvax.models.t2i_adapter import AdapterConfig, adapter, adapter_spec  # noqa: E402
-from canvax.models.unet import Residuals, unet, unet_spec  # noqa: E402
-from canvax.noise import initial_noise  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.params import flatten  # noqa: E402
-from canvax.weights.controlnet import open_control  # noqa: E402
-from canvax.weights.location import Location  # noqa: E402
-from tests.support.ldm_files import ldm_unet, write_folder  # noqa: E402
-from tests.support.ldm_files import model as ldm_model  # noqa: E402
-from tests.support.random_numbers import rng  # noqa: E402
-
-from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
-from .test_image_to_image import mask, photo  # noqa: E402
-from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build  # noqa: E402
-from .test_sdxl import build as build_xl  # noqa: E402
+from .reference import given_noise, nchw, nhwc, params_of, psnr, randomise, relative_error
+from .test_image_to_image import mask, photo
+from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build
+from .test_sdxl import build as build_xl
 
 SIZE, LATENTS = 128, (16, 16, 4)
 SMALL: dict[str, Any] = {
@@ -237,11 +235,7 @@ def test_with_an_image(inpaint: bool, pair: Any, monkeypatch: pytest.MonkeyPatch
     theirs = cls(**theirs.components, requires_safety_checker=False)
     theirs.set_progress_bar_config(disable=True)
     theirs.scheduler = diffusers.DDIMScheduler.from_config(theirs.scheduler.config)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    module = {"Inpaint": "pipeline_controlnet_inpaint", "Img2Img": "pipeline_controlnet_img2img"}[kind]
-    where = f"diffusers.pipelines.controlnet.{module}.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS, LATENTS)))
+    given_noise(monkeypatch, theirs, initial_noise(SEEDS, LATENTS))
     square = Image.new("L", (SIZE, SIZE), 0)
     square.paste(255, (32, 16, 96, 80))
     more: dict[str, Any] = {"mask_image": [square] * 2, "height": SIZE, "width": SIZE} if inpaint else {}
@@ -293,10 +287,7 @@ def test_inpainting_unet(nets: list[Any], tmp_path: Path, monkeypatch: pytest.Mo
     )
     theirs.set_progress_bar_config(disable=True)
     ours = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]), controlnet=nets[0].folder)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    where = "diffusers.pipelines.controlnet.pipeline_controlnet_inpaint.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS, LATENTS)))
+    given_noise(monkeypatch, theirs, initial_noise(SEEDS, LATENTS))
     seen: list[Any] = []
     choice: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "strength": 1.0}
     with torch.no_grad():
@@ -399,11 +390,7 @@ def test_xl_with_an_image(inpaint: bool, xl: Any, monkeypatch: pytest.MonkeyPatc
     kind = "Inpaint" if inpaint else "Img2Img"
     theirs = getattr(diffusers, f"StableDiffusionXLControlNet{kind}Pipeline")(**theirs.components)
     theirs.set_progress_bar_config(disable=True)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    module = "pipeline_controlnet_inpaint_sd_xl" if inpaint else "pipeline_controlnet_sd_xl_img2img"
-    where = f"diffusers.pipelines.controlnet.{module}.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS[:1], LATENTS)))
+    given_noise(monkeypatch, theirs, initial_noise(SEEDS[:1], LATENTS))
     square = Image.new("L", (SIZE, SIZE), 0)
     square.paste(255, (32, 16, 96, 80))
     more: dict[str, Any] = {"mask_image": square} if inpaint else {}

@@ -5,30 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+import canvax
+from canvax.compile.monitor import compilations
+from canvax.families.controls import controlnet_config
+from canvax.models.controlnet_union import UnionNet
+from canvax.models.presets import SDXL_UNET
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten
+from tests.support.random_numbers import rng
 
-from PIL import Image  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.compile.monitor import compilations  # noqa: E402
-from canvax.families.controls import controlnet_config  # noqa: E402
-from canvax.models.controlnet_union import UnionNet  # noqa: E402
-from canvax.models.presets import SDXL_UNET  # noqa: E402
-from canvax.noise import initial_noise  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.params import flatten  # noqa: E402
-from tests.support.random_numbers import rng  # noqa: E402
-
-from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
-from .test_controlnet import KINDS, SMALL, tame  # noqa: E402
-from .test_image_to_image import photo  # noqa: E402
-from .test_sdxl import build  # noqa: E402
+from .reference import given_noise, nchw, nhwc, params_of, psnr, randomise, relative_error
+from .test_controlnet import KINDS, SMALL, tame
+from .test_image_to_image import photo
+from .test_sdxl import build
 
 SIZE, LATENTS, SEEDS = 128, (16, 16, 4), [11]
 TYPES = 8
@@ -151,11 +149,7 @@ def test_with_an_image(inpaint: bool, pair: Any, monkeypatch: pytest.MonkeyPatch
     parts = {name: part for name, part in theirs.components.items() if name not in ("image_encoder",)}
     theirs = cls(**parts, add_watermarker=False)
     theirs.set_progress_bar_config(disable=True)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    module = {"Inpaint": "union_inpaint_sd_xl", "Img2Img": "union_sd_xl_img2img"}[kind]
-    where = f"diffusers.pipelines.controlnet.pipeline_controlnet_{module}.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS, LATENTS)))
+    given_noise(monkeypatch, theirs, initial_noise(SEEDS, LATENTS))
     seen: list[Any] = []
     choice = {"num_inference_steps": 5, "guidance_scale": 5.0, "strength": 0.6}
     names, slots = (("repaint",), [7]) if inpaint else (("tile", "depth"), [6, 1])

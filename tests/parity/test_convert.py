@@ -12,23 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("diffusers")
-
-import diffusers  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.cli import main  # noqa: E402
-from canvax.weights.pickled import read_pickled  # noqa: E402
-from canvax.weights.safetensors import read_metadata  # noqa: E402
-from tests.support.ldm_files import model, write_folder, write_single  # noqa: E402
+import canvax
+from canvax.cli import main
+from canvax.weights.pickled import read_pickled
+from canvax.weights.safetensors import read_metadata
+from tests.support.ldm_files import model, write_folder, write_single
 
 Made = Callable[[str], tuple[Path, Path]]
 LEFT_BY_TRAINING = (

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+import canvax
+from canvax.guidance import projected, zero_star
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
 
-import canvax  # noqa: E402
-from canvax.guidance import projected, zero_star  # noqa: E402
-from canvax.noise import initial_noise  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
+from .reference import nchw, psnr, relative_error
+from .test_pipeline import NEGATIVE, PROMPTS, QUIET, SEEDS, build
 
-from .reference import nchw, psnr, relative_error  # noqa: E402
-from .test_pipeline import NEGATIVE, PROMPTS, QUIET, SEEDS, build  # noqa: E402
-
-rng = np.random.default_rng(0)
-CONDITIONAL, UNCONDITIONAL = (rng.standard_normal((2, 6, 5, 4)).astype(np.float32) for _ in range(2))
+_RANDOM = np.random.default_rng(0)
+CONDITIONAL, UNCONDITIONAL = (_RANDOM.standard_normal((2, 6, 5, 4)).astype(np.float32) for _ in range(2))
 CONDITIONAL += UNCONDITIONAL
 SCALE = np.array([5.0, 2.0], np.float32)
 

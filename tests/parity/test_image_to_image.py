@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+import canvax
+from canvax.compile.additions import ReadsImage
+from canvax.compile.kinds import Kinds
+from canvax.denoise import step_noise
+from canvax.flax_api import FlaxStableDiffusionImg2ImgPipeline
+from canvax.flax_api.keys import encoding_noise, host_draw
+from canvax.noise import initial_noise, seed_keys
+from canvax.parallel.mesh import make_mesh
 
-from PIL import Image  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.compile.kinds import Kinds  # noqa: E402
-from canvax.denoise import step_noise  # noqa: E402
-from canvax.flax_api import FlaxStableDiffusionImg2ImgPipeline  # noqa: E402
-from canvax.flax_api.keys import encoding_noise, host_draw  # noqa: E402
-from canvax.noise import initial_noise, seed_keys  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-
-from .reference import nchw, nhwc, psnr, relative_error  # noqa: E402
-from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build  # noqa: E402
+from .reference import given_noise, nchw, nhwc, psnr, relative_error
+from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of diffusers' DEIS
 QUIET = canvax.Options(progress=False)
@@ -151,7 +150,7 @@ def test_moments(pair: Any) -> None:
         want = theirs.vae.encode(torch.from_numpy(np.moveaxis(2 * image - 1, -1, 0)[None])).latent_dist
     factor = theirs.vae.config.scaling_factor
     latents = ours.model.networks.latent_shape(1, SIZE, SIZE)
-    program = ours.programs.program("image encoder", ours.params, latents, Kinds(image_encoder="whole"))
+    program = ours.programs.program("image encoder", ours.params, latents, Kinds().adding(ReadsImage("whole")))
     mean, deviation = program(ours.params, image[None])
     assert relative_error(mean, nhwc(want.mean) * factor) < 1e-5
     assert relative_error(deviation, nhwc(want.std) * factor) < 1e-5
@@ -214,10 +213,7 @@ def test_inpainting_unet(
     theirs, ours = of_nine
     cls, changes = SAMPLERS[sampler]
     theirs.scheduler = getattr(diffusers, cls).from_config(dict(theirs.own_config), **changes)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    where = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS, LATENTS)))
+    given_noise(monkeypatch, theirs, initial_noise(SEEDS, LATENTS))
     images, masks = [photo(1), photo(2)], [mask(1), mask(3)]
     seen = []
     with torch.no_grad():
@@ -268,10 +264,7 @@ def test_inpainting_of_diffusers(
     theirs.set_progress_bar_config(disable=True)
     cls, changes = SAMPLERS[sampler]
     theirs.scheduler = getattr(diffusers, cls).from_config(dict(base.own_config), **changes)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    where = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS, LATENTS)))
+    given_noise(monkeypatch, theirs, initial_noise(SEEDS, LATENTS))
     square = Image.new("L", (SIZE, SIZE), 0)
     square.paste(255, (32, 16, 96, 80))  # of whole latents: diffusers takes every eighth pixel of a mask
     images, seen = [photo(1), photo(2)], []

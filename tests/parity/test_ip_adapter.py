@@ -5,30 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from diffusers.image_processor import IPAdapterMaskProcessor
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import CLIPVisionModelWithProjection
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+import canvax
+from canvax import ImagePrompt
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.image_prompts import bicubic
+from tests.support.ip_adapter_files import VISION, encoder, ip_adapter
 
-from diffusers.image_processor import IPAdapterMaskProcessor  # noqa: E402
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from transformers import CLIPVisionModelWithProjection  # noqa: E402
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax import ImagePrompt  # noqa: E402
-from canvax.noise import initial_noise  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.pipelines.image_prompts import bicubic  # noqa: E402
-from tests.support.ip_adapter_files import VISION, encoder, ip_adapter  # noqa: E402
-
-from .reference import nchw, psnr  # noqa: E402
-from .test_image_to_image import photo  # noqa: E402
-from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build  # noqa: E402
-from .test_sdxl import build as build_xl  # noqa: E402
+from .reference import nchw, psnr
+from .test_image_to_image import photo
+from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build
+from .test_sdxl import build as build_xl
 
 SIZE, LATENTS = 128, (16, 16, 4)
 KINDS = ("plain", "plus", "full")

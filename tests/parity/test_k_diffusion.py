@@ -15,18 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from canvax.samplers import build_table, from_scheduler_config, run
+from canvax.samplers.curves import curve_levels
+from canvax.samplers.options import SamplerOptions
+
+from .probe import BASE, STEPS, TOLERANCE, error
+
 FOUND = importlib.util.find_spec("k_diffusion")
-if FOUND is None:
-    pytest.importorskip("k_diffusion")
-
-from canvax.samplers import build_table, from_scheduler_config, run  # noqa: E402
-from canvax.samplers.curves import curve_levels  # noqa: E402
-from canvax.samplers.options import SamplerOptions  # noqa: E402
-
-from .probe import BASE, STEPS, TOLERANCE, error  # noqa: E402
-
 MODEL = from_scheduler_config({"_class_name": "EulerDiscreteScheduler", **BASE})
 
 

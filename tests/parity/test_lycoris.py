@@ -6,16 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from lycoris.modules import locon, loha, lokr
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("lycoris")
+from canvax.adapters import Part, change, faults, kind_of, rank
+from canvax.weights.adapter_names import split_name
 
-from lycoris.modules import locon, loha, lokr  # noqa: E402
-
-from canvax.adapters import Part, change, faults, kind_of, rank  # noqa: E402
-from canvax.weights.adapter_names import split_name  # noqa: E402
-
-from .reference import relative_error  # noqa: E402
+from .reference import relative_error
 
 ALGORITHMS: dict[str, tuple[type, dict[str, Any]]] = {
     "LoCon": (locon.LoConModule, {"lora_dim": 4, "alpha": 3}),

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+from canvax.models import blocks
+from canvax.models.clip import text_encoder, text_encoder_spec
+from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.unet import unet, unet_spec
+from canvax.models.vae import vae_decode, vae_encode, vae_spec
+from tests.support.random_numbers import normal, rng
 
-from canvax.models import blocks  # noqa: E402
-from canvax.models.clip import text_encoder, text_encoder_spec  # noqa: E402
-from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig  # noqa: E402
-from canvax.models.unet import unet, unet_spec  # noqa: E402
-from canvax.models.vae import vae_decode, vae_encode, vae_spec  # noqa: E402
-from tests.support.random_numbers import normal, rng  # noqa: E402
-
-from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
+from .reference import nchw, nhwc, params_of, randomise, relative_error
 
 TOLERANCE = 1e-4
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+import canvax
+from canvax.denoise import step_noise
+from canvax.flax_api import FlaxStableDiffusionPipeline
+from canvax.noise import initial_noise, seed_keys
+from canvax.parallel.mesh import make_mesh
+from canvax.samplers import find
+from canvax.weights.location import BUNDLED
+from tests.support.bundled import LATENTS, VOCABULARY
 
-import canvax  # noqa: E402
-from canvax.denoise import step_noise  # noqa: E402
-from canvax.flax_api import FlaxStableDiffusionPipeline  # noqa: E402
-from canvax.noise import initial_noise, seed_keys  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.samplers import find  # noqa: E402
-from canvax.weights.location import BUNDLED  # noqa: E402
-from tests.support.bundled import LATENTS, VOCABULARY  # noqa: E402
-
-from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
+from .reference import nchw, nhwc, psnr, randomise, relative_error
 
 QUIET = canvax.Options(progress=False)
 SEEDS = [11, 12]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+import canvax
+from canvax.models.tiny import tiny_decode
+from tests.support.random_numbers import rng
 
-import canvax  # noqa: E402
-from canvax.models.tiny import tiny_decode  # noqa: E402
-from tests.support.random_numbers import rng  # noqa: E402
-
-from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
+from .reference import nchw, nhwc, randomise, relative_error
 
 SHAPES = {
     "as released": {},

@@ -6,19 +6,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import compel
 import jax
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-compel = pytest.importorskip("compel")
+import canvax
+from canvax.parallel.mesh import make_mesh
+from canvax.prompts import fragments
 
-import canvax  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.prompts import fragments  # noqa: E402
-
-from .test_pipeline import build  # noqa: E402
+from .test_pipeline import build
 
 
 @pytest.fixture(scope="module")

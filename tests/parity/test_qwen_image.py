@@ -30,7 +30,7 @@ from canvax.parallel.mesh import make_mesh  # noqa: E402
 from tests.support.random_numbers import normal  # noqa: E402
 
 from .reference import psnr, randomise, relative_error  # noqa: E402
-from .test_z_image_pipeline import NEGATIVES, PROMPTS, QUIET, SEEDS, tokenizer  # noqa: E402
+from .families import PROMPTS, QUIET, SEEDS, tokenizer  # noqa: E402
 from .transformers_reference import TOLERANCE, params_of, stored, to_torch  # noqa: E402
 
 SIZES: dict[str, Any] = {

@@ -9,38 +9,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+from canvax.errors import CheckpointError
+from canvax.models.clip import text_encoder_spec
+from canvax.models.configs import ClipTextConfig, TinyConfig, UNetConfig, VaeConfig
+from canvax.models.controlnet import ControlNet
+from canvax.models.controlnet_union import UnionNet
+from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec
+from canvax.models.flux2 import Flux2Config, flux2_spec
+from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec
+from canvax.models.krea2 import Krea2Config, krea2_spec
+from canvax.models.tiny import tiny_spec
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_spec
+from canvax.models.wan_vae import WanVaeConfig, wan_vae_spec
+from canvax.models.z_image import ZImageConfig, z_image_spec
+from canvax.params import Spec, count, flatten
+from canvax.samplers import build_table, from_scheduler_config
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.weights.controlnet import is_union
+from canvax.weights.single_file import CLIP
+from tests.support.released import ARRAYS, CONFIGS, kind_of
+from tests.test_released import REFUSED
 
-from canvax.errors import CheckpointError  # noqa: E402
-from canvax.models.clip import text_encoder_spec  # noqa: E402
-from canvax.models.configs import ClipTextConfig, TinyConfig, UNetConfig, VaeConfig  # noqa: E402
-from canvax.models.controlnet import ControlNet  # noqa: E402
-from canvax.models.controlnet_union import UnionNet  # noqa: E402
-from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
-from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
-from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec  # noqa: E402
-from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
-from canvax.models.tiny import tiny_spec  # noqa: E402
-from canvax.models.unet import unet_spec  # noqa: E402
-from canvax.models.vae import vae_spec  # noqa: E402
-from canvax.models.wan_vae import WanVaeConfig, wan_vae_spec  # noqa: E402
-from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402
-from canvax.params import Spec, count, flatten  # noqa: E402
-from canvax.samplers import build_table, from_scheduler_config  # noqa: E402
-from canvax.tokenizers.clip import ClipTokenizer  # noqa: E402
-from canvax.weights.controlnet import is_union  # noqa: E402
-from canvax.weights.single_file import CLIP  # noqa: E402
-from tests.support.released import ARRAYS, CONFIGS, kind_of  # noqa: E402
-from tests.test_released import REFUSED  # noqa: E402
-
-from .probe import compare, in_float64  # noqa: E402
-from .test_transformers_autoencoders import frame_of  # noqa: E402
-from .transformers_reference import State, same_names_and_shapes, stored, unfused  # noqa: E402
+from .probe import compare, in_float64
+from .test_transformers_autoencoders import frame_of
+from .transformers_reference import State, same_names_and_shapes, stored, unfused
 
 __all__ = ["in_float64"]
 Fields = dict[str, Any]

@@ -9,24 +9,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+from canvax.denoise import WINDOW, InFlight, StepInputs, denoise
+from canvax.engine.segments import DeepPlan, guided_rows
+from canvax.models.configs import UNetConfig
+from canvax.models.denoiser import Reusing, UNetDenoiser
+from canvax.models.unet import skip_connections, unet_spec
+from canvax.samplers import SamplerTable, build_table, from_scheduler_config
+from canvax.samplers.table import SLOTS, run
+from tests.support.random_numbers import rng
 
-from canvax.denoise import WINDOW, InFlight, StepInputs, denoise  # noqa: E402
-from canvax.engine.segments import DeepPlan, guided_rows  # noqa: E402
-from canvax.models.configs import UNetConfig  # noqa: E402
-from canvax.models.denoiser import Reusing, UNetDenoiser  # noqa: E402
-from canvax.models.unet import skip_connections, unet_spec  # noqa: E402
-from canvax.samplers import SamplerTable, build_table, from_scheduler_config  # noqa: E402
-from canvax.samplers.table import SLOTS, run  # noqa: E402
-from tests.support.random_numbers import rng  # noqa: E402
-
-from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
-from .test_models import SMALL_UNET, strip  # noqa: E402
+from .reference import nchw, nhwc, params_of, randomise, relative_error
+from .test_models import SMALL_UNET, strip
 
 SCHEDULER = from_scheduler_config({"_class_name": "DDIMScheduler", "clip_sample": False})
 STEPS, GUIDANCE = 9, 3.0

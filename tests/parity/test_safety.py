@@ -9,27 +9,24 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import torch
+from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPVisionConfig, CLIPVisionModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("diffusers")
+import canvax
+from canvax.flax_api import FlaxStableDiffusionSafetyChecker
+from canvax.images.inputs import clip_square
+from canvax.models.clip_vision import MEAN, STD, vision_encoder, vision_encoder_spec
+from canvax.models.configs import ClipVisionConfig
+from canvax.pipelines import safety
+from canvax.weights.location import BUNDLED, Location
 
-from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker  # noqa: E402
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import CLIPConfig, CLIPVisionConfig, CLIPVisionModel  # noqa: E402
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.flax_api import FlaxStableDiffusionSafetyChecker  # noqa: E402
-from canvax.images.inputs import clip_square  # noqa: E402
-from canvax.models.clip_vision import MEAN, STD, vision_encoder, vision_encoder_spec  # noqa: E402
-from canvax.models.configs import ClipVisionConfig  # noqa: E402
-from canvax.pipelines import safety  # noqa: E402
-from canvax.weights.location import BUNDLED, Location  # noqa: E402
-
-from .reference import params_of, randomise, relative_error  # noqa: E402
+from .reference import params_of, randomise, relative_error
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL |= {"image_size": 28, "patch_size": 7, "projection_dim": 24}

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+from canvax.errors import InputError
+from canvax.samplers import build_table, from_scheduler_config
 
-from canvax.errors import InputError  # noqa: E402
-from canvax.samplers import build_table, from_scheduler_config  # noqa: E402
-
-from .probe import (  # noqa: E402
+from .probe import (
     BASE,
     PREDICTIONS,
     SPACINGS,

@@ -6,31 +6,29 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+import transformers
+from PIL import Image
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+import canvax
+from canvax.compile.monitor import compilations
+from canvax.models.clip import clip_configs, clip_encoders
+from canvax.models.configs import ClipTextConfig, UNetConfig
+from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET
+from canvax.models.text import encode_text
+from canvax.models.unet import unet, unet_spec
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten
+from canvax.weights.location import BUNDLED
+from tests.support.bundled import VOCABULARY
+from tests.support.random_numbers import rng
 
-from PIL import Image  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.compile.monitor import compilations  # noqa: E402
-from canvax.models.clip import clip_configs, clip_encoders  # noqa: E402
-from canvax.models.configs import ClipTextConfig, UNetConfig  # noqa: E402
-from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET  # noqa: E402
-from canvax.models.text import encode_text  # noqa: E402
-from canvax.models.unet import unet, unet_spec  # noqa: E402
-from canvax.noise import initial_noise  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.params import flatten  # noqa: E402
-from canvax.weights.location import BUNDLED  # noqa: E402
-from tests.support.bundled import VOCABULARY  # noqa: E402
-from tests.support.random_numbers import rng  # noqa: E402
-
-from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
+from .reference import given_noise, nchw, nhwc, params_of, psnr, randomise, relative_error
 
 TOLERANCE = 1e-4
 QUIET = canvax.Options(progress=False)
@@ -401,10 +399,7 @@ def test_image_to_image(
     reference, ours = request.getfixturevalue(model)
     theirs = reference if model == "refiner" else diffusers.StableDiffusionXLImg2ImgPipeline(**reference.components)
     theirs.set_progress_bar_config(disable=True)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    where = "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_img2img.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(NOISE[:1]))
+    given_noise(monkeypatch, theirs, NOISE[:1])
     arguments = {"image": photo(1), "strength": strength, "negative_prompt": "blurry"}
     latents, images = reference_picture(theirs, sampler, **arguments | {"prompt": PROMPTS[0]})
     got = ours(PROMPTS[0], num_inference_steps=20, guidance_scale=5.0, seed=SEEDS[0], sampler=sampler, options=QUIET,
@@ -423,10 +418,7 @@ def test_inpainting(
     reference, ours = base
     theirs = diffusers.StableDiffusionXLInpaintPipeline(**reference.components)
     theirs.set_progress_bar_config(disable=True)
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    where = "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_inpaint.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(NOISE[:1]))
+    given_noise(monkeypatch, theirs, NOISE[:1])
     square = Image.new("L", (128, 128), 0)
     square.paste(255, (32, 16, 96, 80))
     arguments = {"image": photo(1), "strength": strength, "negative_prompt": "blurry"}
@@ -452,10 +444,7 @@ def test_inpainting_unet(
     strength: float, sampler: str, painter: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours = painter
-    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
-    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
-    where = "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_inpaint.randn_tensor"
-    monkeypatch.setattr(where, lambda *_, **__: nchw(NOISE[:1]))
+    given_noise(monkeypatch, theirs, NOISE[:1])
     y, x = np.mgrid[:128, :128]
     disc = Image.fromarray(np.uint8(np.clip(40 - np.hypot(x - 60, y - 70), 0, 1) * 255))
     arguments = {"image": photo(1), "strength": strength, "negative_prompt": "blurry"}

@@ -12,31 +12,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("diffusers")
-
-import diffusers  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.cli import main  # noqa: E402
-from canvax.families.known import PRESETS  # noqa: E402
-from canvax.families.read import read_model, read_networks  # noqa: E402
-from canvax.models.clip import clip_configs  # noqa: E402
-from canvax.params import flatten  # noqa: E402
-from canvax.weights.entries import Entry  # noqa: E402
-from canvax.weights.location import Location  # noqa: E402
-from canvax.weights.open import open_files  # noqa: E402
-from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Layout, single_files  # noqa: E402
-from tests.support.ldm_files import hf, ldm_unet, ldm_vae, model, open_clip, write_folder, write_single  # noqa: E402
+import canvax
+from canvax.cli import main
+from canvax.families.known import PRESETS
+from canvax.families.read import read_model, read_networks
+from canvax.models.clip import clip_configs
+from canvax.params import flatten
+from canvax.weights.entries import Entry
+from canvax.weights.location import Location
+from canvax.weights.open import open_files
+from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Layout, single_files
+from tests.support.ldm_files import hf, ldm_unet, ldm_vae, model, open_clip, write_folder, write_single
 
 QUIET = canvax.Options(progress=False)
 KINDS = ("sd1", "sd2", "xl", "refiner")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+from canvax.samplers import build_table, from_scheduler_config
 
-from canvax.samplers import build_table, from_scheduler_config  # noqa: E402
-
-from .probe import (  # noqa: E402
+from .probe import (
     BASE,
     SPACINGS,
     STEPS,

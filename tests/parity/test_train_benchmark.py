@@ -10,14 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("diffusers")
-pytest.importorskip("peft")
-
 from benchmarks import train
 from benchmarks.lab.tiny_xl import tiny_xl
 
-from .test_flux2_pipeline import build
+from .families import build_flux2
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -32,7 +28,7 @@ def work(model: Path, scratch: Path, **changes: Any) -> train.Work:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"sdxl": tiny_xl("sdxl"), "klein": build(tmp_path_factory.mktemp("model") / "klein")}
+    return {"sdxl": tiny_xl("sdxl"), "klein": build_flux2(tmp_path_factory.mktemp("model") / "klein")}
 
 
 @pytest.mark.parametrize(("model", "remat"), [("sdxl", True), ("klein", False)])

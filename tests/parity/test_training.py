@@ -12,31 +12,29 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
+import peft
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-peft = pytest.importorskip("peft")
+import canvax
+from canvax.train import task as tasks
+from canvax.train.controlnet import train_controlnet
+from canvax.train.diffusion import draw
+from canvax.train.finetune import finetune
+from canvax.train.loop import LOG, Plan, read_log, step_key
+from canvax.train.lora import Lora, train_lora
+from canvax.train.pictures import METADATA
+from canvax.train.task import Subject, Training
+from canvax.train.textual_inversion import Inversion, train_inversion
+from tests.support.small_sdxl import build as build_xl
 
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.train import task as tasks  # noqa: E402
-from canvax.train.controlnet import train_controlnet  # noqa: E402
-from canvax.train.diffusion import draw  # noqa: E402
-from canvax.train.finetune import finetune  # noqa: E402
-from canvax.train.loop import LOG, Plan, read_log, step_key  # noqa: E402
-from canvax.train.lora import Lora, train_lora  # noqa: E402
-from canvax.train.pictures import METADATA  # noqa: E402
-from canvax.train.task import Subject, Training  # noqa: E402
-from canvax.train.textual_inversion import Inversion, train_inversion  # noqa: E402
-from tests.support.small_sdxl import build as build_xl  # noqa: E402
-
-from .reference import nchw, psnr  # noqa: E402
-from .test_pipeline import build  # noqa: E402
+from .reference import nchw, psnr
+from .test_pipeline import build
 
 STEPS, BATCH = 20, 2
 PLAN = Plan(

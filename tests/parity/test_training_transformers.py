@@ -13,30 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-peft = pytest.importorskip("peft")
+import canvax
+from canvax.errors import InputError
+from canvax.params import flatten, unflatten
+from canvax.quantize import SCALE
+from canvax.train import task as tasks
+from canvax.train.finetune import finetune
+from canvax.train.lora import Lora, train_lora
+from canvax.train.task import Subject, Training
 
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.errors import InputError  # noqa: E402
-from canvax.params import flatten, unflatten  # noqa: E402
-from canvax.quantize import SCALE  # noqa: E402
-from canvax.train import task as tasks  # noqa: E402
-from canvax.train.finetune import finetune  # noqa: E402
-from canvax.train.lora import Lora, train_lora  # noqa: E402
-from canvax.train.task import Subject, Training  # noqa: E402
-
-from . import test_flux2_pipeline, test_flux3, test_krea2_pipeline, test_z_image_pipeline  # noqa: E402
-from .reference import nchw, psnr  # noqa: E402
-from .test_krea2_pipeline import packed  # noqa: E402
-from .test_training import (  # noqa: E402
+from .families import build_flux2, build_flux3, build_krea2, build_z_image, packed
+from .reference import nchw, psnr
+from .test_training import (
     BATCH,
     PLAN,
     WORDS,
@@ -89,9 +85,9 @@ def krea2(pipe: Any, noisy: Any, sigmas: Any, texts: list[str]) -> Any:
 
 
 FAMILIES: dict[str, Any] = {
-    "flux2": (test_flux2_pipeline.build, diffusers.Flux2KleinPipeline, flux2),
-    "z-image": (test_z_image_pipeline.build, diffusers.ZImagePipeline, z_image),
-    "krea-2": (test_krea2_pipeline.build, diffusers.Krea2Pipeline, krea2),
+    "flux2": (build_flux2, diffusers.Flux2KleinPipeline, flux2),
+    "z-image": (build_z_image, diffusers.ZImagePipeline, z_image),
+    "krea-2": (build_krea2, diffusers.Krea2Pipeline, krea2),
 }
 
 
@@ -184,7 +180,7 @@ def test_lora(
 @pytest.mark.parametrize("distilled", [False, True], ids=["base", "distilled"])
 def test_lora_of_flux3(pictures: Path, tmp_path: Path, distilled: bool) -> None:
     """Two steps change the image, and the file has names of diffusers."""
-    test_flux3.build(tmp_path / "model", distilled=distilled)
+    build_flux3(tmp_path / "model", distilled=distilled)
     run = training(tmp_path / "model", tmp_path / "run", pictures, plan=replace(PLAN, steps=2))
     file = train_lora(run, Lora(rank=3, alpha=60.0), one_device())
     assert file is not None

@@ -5,30 +5,29 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-
-from canvax.errors import CheckpointError  # noqa: E402
-from canvax.models.configs import VaeConfig  # noqa: E402
-from canvax.models.decode import decode_images, encode_images  # noqa: E402
-from canvax.models.flux2_vae import (  # noqa: E402
+from canvax.errors import CheckpointError
+from canvax.models.configs import VaeConfig
+from canvax.models.decode import decode_images, encode_images
+from canvax.models.flux2_vae import (
     UNUSED,
     Flux2VaeConfig,
     flux2_vae_decode,
     flux2_vae_encode,
     flux2_vae_spec,
 )
-from canvax.models.qwen_vae import QwenAutoencoder, QwenVaeConfig  # noqa: E402
-from canvax.models.vae import vae_spec  # noqa: E402
-from canvax.models.wan_vae import WanVaeConfig, from_video, wan_vae_decode, wan_vae_encode, wan_vae_spec  # noqa: E402
-from tests.support.random_numbers import normal  # noqa: E402
+from canvax.models.qwen_vae import QwenAutoencoder, QwenVaeConfig
+from canvax.models.vae import vae_spec
+from canvax.models.wan_vae import WanVaeConfig, from_video, wan_vae_decode, wan_vae_encode, wan_vae_spec
+from tests.support.random_numbers import normal
 
-from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
-from .transformers_reference import TOLERANCE, params_of, stored  # noqa: E402
+from .reference import nchw, nhwc, randomise, relative_error
+from .transformers_reference import TOLERANCE, params_of, stored
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from diffusers.models.transformers import transformer_flux2, transformer_krea2, transformer_z_image
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
+from canvax.models import dit
+from canvax.models.dit import Rope, pack, rotary_embedding, unpack
+from canvax.models.flux2 import Flux2Config, flux2, flux2_context, flux2_spec, reference_ids
+from canvax.models.krea2 import Krea2Config, krea2, krea2_context, krea2_spec
+from canvax.models.z_image import ZImageConfig, z_image, z_image_context, z_image_spec
+from canvax.params import Params, halves_first, pairs_together
+from tests.support.random_numbers import normal
 
-from diffusers.models.transformers import transformer_flux2, transformer_krea2, transformer_z_image  # noqa: E402
-
-from canvax.models import dit  # noqa: E402
-from canvax.models.dit import Rope, pack, rotary_embedding, unpack  # noqa: E402
-from canvax.models.flux2 import Flux2Config, flux2, flux2_context, flux2_spec, reference_ids  # noqa: E402
-from canvax.models.krea2 import Krea2Config, krea2, krea2_context, krea2_spec  # noqa: E402
-from canvax.models.z_image import ZImageConfig, z_image, z_image_context, z_image_spec  # noqa: E402
-from canvax.params import Params, halves_first, pairs_together  # noqa: E402
-from tests.support.random_numbers import normal  # noqa: E402
-
-from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
-from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused  # noqa: E402
+from .reference import nchw, nhwc, randomise, relative_error
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused
 
 TIMES = np.array([981.0, 3.25], np.float32)
 LENGTHS = np.array([19, 40], np.int32)

@@ -5,30 +5,29 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import diffusers
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+from benchmarks.lab.layouts import LAYOUTS, SMALL
+from benchmarks.lab.models import random_arrays, usual_dtype
+from canvax.families.flux2 import NAMES
+from canvax.families.flux3 import STACKS
+from canvax.families.known import PRESETS
+from canvax.models.configs import VaeConfig
+from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec
+from canvax.models.flux2 import Flux2Config, flux2_spec
+from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec
+from canvax.models.flux3 import Flux3Config, flux3_spec
+from canvax.models.krea2 import Krea2Config, krea2_spec
+from canvax.models.vae import vae_spec
+from canvax.models.wan_vae import WanVaeConfig, wan_vae_spec
+from canvax.models.z_image import ZImageConfig, z_image_spec
+from canvax.params import count
 
-from benchmarks.lab.layouts import LAYOUTS, SMALL  # noqa: E402
-from benchmarks.lab.models import random_arrays, usual_dtype  # noqa: E402
-from canvax.families.flux2 import NAMES  # noqa: E402
-from canvax.families.flux3 import STACKS  # noqa: E402
-from canvax.families.known import PRESETS  # noqa: E402
-from canvax.models.configs import VaeConfig  # noqa: E402
-from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
-from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
-from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec  # noqa: E402
-from canvax.models.flux3 import Flux3Config, flux3_spec  # noqa: E402
-from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
-from canvax.models.vae import vae_spec  # noqa: E402
-from canvax.models.wan_vae import WanVaeConfig, wan_vae_spec  # noqa: E402
-from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402
-from canvax.params import count  # noqa: E402
-
-from .test_transformers_autoencoders import frame_of  # noqa: E402
-from .transformers_reference import same_names_and_shapes, stored, unfused  # noqa: E402
+from .test_transformers_autoencoders import frame_of
+from .transformers_reference import same_names_and_shapes, stored, unfused
 
 KLEIN_4B = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
             "guidance_embeds": False}  # fmt: skip

@@ -9,16 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+from canvax.errors import CheckpointError
+from canvax.models.decoder_lm import DecoderConfig, decoder_lm, decoder_lm_spec
+from canvax.params import Params
 
-from canvax.errors import CheckpointError  # noqa: E402
-from canvax.models.decoder_lm import DecoderConfig, decoder_lm, decoder_lm_spec  # noqa: E402
-from canvax.params import Params  # noqa: E402
-
-from .reference import randomise, relative_error  # noqa: E402
-from .transformers_reference import TOLERANCE, params_of, stored, to_torch  # noqa: E402
+from .reference import randomise, relative_error
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch
 
 LAYERS = 4
 SIZES = {

@@ -51,7 +51,7 @@ def unfused(state: State, spec: Spec, rules: Sequence[Rule] | None = None) -> St
     declared: dict[str, Param] = dict(flatten(spec))
     names, result = Names(NAMES if rules is None else rules), State()
     for name, array in state.items():
-        match = _longest(names._theirs, name.split("."))
+        match = _longest(names._external, name.split("."))
         if match is None:
             result[name] = array
             continue

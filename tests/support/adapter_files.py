@@ -167,7 +167,7 @@ def kohya(component: str, module: str, *, xl: bool = False) -> str:
 
 def ldm_name(module: str, each: int) -> str:
     """The name in the original code of a layer of a UNet whose levels have ``each`` blocks, sampler included."""
-    return Names(unet_rules([f"down_blocks.0.resnets.{each - 2}.conv1", module])).theirs(module)[0][0]
+    return Names(unet_rules([f"down_blocks.0.resnets.{each - 2}.conv1", module])).external(module)[0][0]
 
 
 def kohya_ldm(component: str, module: str, *, each: int) -> str:

@@ -51,6 +51,10 @@ SAMPLERS = [
     {"name": "dpmpp_2m", "label": "DPM++ 2M", "when": "The best default: converged in 20 to 25 steps."},
     {"name": "ddim", "label": "DDIM", "when": "The plain deterministic choice; 30 to 50 steps."},
 ]
+CURVES = [
+    {"name": "automatic", "label": "Automatic", "when": "determined by sampler"},
+    {"name": "karras", "label": "Karras", "when": "more steps at low noise"},
+]
 MAY_BE_ASKED = {field.name for field in fields(JobRequest)}
 
 Paint = Callable[[JobRequest, Picture], Image.Image]
@@ -206,8 +210,9 @@ class Stub:
             raise Rejected(503, "starting", self.starting.pop(0), retry_after=1)
         usual = self.engine.models()
         cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters, **self.card) for card in usual]
-        told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
-        return JSONResponse({"models": told, "samplers": SAMPLERS})
+        told = [asdict(card) | {"name": card.id, "size": card.size, "default": i == 0} for i, card in enumerate(cards)]
+        beside = {"samplers": SAMPLERS, "curves": CURVES, "starting": self.engine.starting}
+        return JSONResponse({"models": told, **beside})
 
     async def prompts(self, request: Request) -> Response:
         self.check(request)

@@ -53,7 +53,10 @@ class StubEngine:
         cards: of its models.
         shelf: adapters of each.
         words: textual inversions of all.
+        starting: how far it is, while it accepts no job.
     """
+
+    starting = ""
 
     cards: tuple[ModelCard, ...] = (CARD,)
     shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (AdapterCard("ink", "ink-v1", "ink.safetensors"),)}

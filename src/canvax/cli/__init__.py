@@ -26,10 +26,10 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 _LISTING = (["samplers"], ["info"], ["cache"])
-"""Commands whose work is done however much of it is read."""
+"""Commands that only list: a closed pipe is no failure."""
 
 _OF_OTHERS = ("batch", "serve", "ui")
-"""Commands whose images are asked for in rows and requests, which say ``mask_mode`` themselves."""
+"""Commands whose hints are not written as flags: rows and requests have names of arguments."""
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"

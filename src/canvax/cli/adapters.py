@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import byte_size, complain
-from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, warn
+from canvax.errors import CanvaxError, HintWarning, InputError, warn
 from canvax.files import named_path
 from canvax.weights.data_folder import embedding_files, embedding_name, lora_folder
 
@@ -46,14 +46,18 @@ def check_adapters(arguments: argparse.Namespace) -> None:
         name, weight = split_weight(text)
         file, _, number = text.rpartition(":")
         if not name or not math.isfinite(weight) or (name == text and file and os.path.isfile(file)):
-            raise InputError("lora", text, f"ends in {number!r:.40}, which is not a weight", "write FILE:0.8")
+            raise InputError(
+                "lora", f"ends in {number!r:.40}, which is not a weight", cure="write FILE:0.8", value=text
+            )
         if sum(split_weight(other)[0] == name for other in arguments.lora) > 1:
-            raise InputError("lora", name[:200], "is given twice", "give it once, with the weight that it is to have")
+            raise InputError(
+                "lora", "is given twice", cure="give it once, with the weight that it is to have", value=name[:200]
+            )
         check_adapter(_location(name, arguments, "lora"), LORA_FILES)
     for text in arguments.embedding:
         check_adapter(_location(text, arguments, "embedding"), EMBEDDING_FILES)
     if arguments.lora_dir is not None and not named_path("lora_dir", arguments.lora_dir).is_dir():
-        raise InputError("lora_dir", arguments.lora_dir[:200], "is not a folder")
+        raise InputError("lora_dir", "is not a folder", value=arguments.lora_dir[:200])
 
 
 def split_weight(text: str) -> tuple[str, float]:
@@ -108,7 +112,7 @@ def load_named(pipe: Pipeline, calls: Sequence[Call], arguments: argparse.Namesp
             read_word(files[name], name, token_widths(pipe.model.networks.text.specs))
             pipe.adapters.load_embedding(files[name], embedding_name(name, files[name]))
         except CanvaxError as fault:
-            warn(HintWarning("prompt", NO_VALUE, f"has {name!r}, which is read as text: {fault}"))
+            warn(HintWarning("prompt", f"has {name!r}, which is read as text: {fault}"))
         else:
             if not arguments.quiet:
                 complain(f"{name}: a textual inversion, {files[name]}")
@@ -128,7 +132,7 @@ def info_lines(report: Mapping[str, Any]) -> list[str]:
         "trained with": ", ".join(report["trigger_words"]),
         "use with": _flags(report["suggested"]),
         "arrays": f"{report['arrays']} in {', '.join(report['stored'])}, {byte_size(report['bytes'])}",
-        **report["said"],
+        **report["metadata"],
     }
     width = max(map(len, facts))
     kind = "an adapter" if report["parts"] else "a textual inversion"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from canvax.call import ZERO_SNR, Call
 from canvax.cli.terminal import command_line
-from canvax.errors import InputError
 from canvax.images.keys import keys_of, list_in, table_in
 from canvax.pipelines.again import CALL, lost_settings, settings_of
-from canvax.pipelines.image_prompts import NONE
 from canvax.pipelines.options import Options
+from canvax.scale.named_images import NONE
 from canvax.settings import as_flags, declared, offered
-from canvax.weights.data_folder import embedding_files, find_named
+from canvax.weights.data_folder import all_named, embedding_files, stem_of, usual_syntax
 from canvax.weights.location import BUNDLED
 
 _NETWORKS = ("model", "scheduler", "controlnet", "ip_adapter", "ip_encoder")
@@ -45,10 +43,12 @@ def again(metadata: Mapping[str, Any]) -> Again:
     if isinstance(tiles, dict):
         words = ["canvax", "upscale", "IMAGE"]
         settings |= {"height": None, "width": None}
+    elif usual_syntax() != "plain":
+        settings = {"prompt_syntax": "plain"} | settings
     words += _flag("prompt", metadata.get("prompt", ""))
     words += _flag("model", recorded_model(metadata) or ("MODEL" if is_lost(metadata) else None))
-    for name in OF_MODEL if "canvax" in metadata else ():
-        words += _flag(name, metadata.get(name) or None)
+    for name in OF_MODEL:
+        words += _flag(name, recorded_part(metadata, name))
     words += ["--zero-snr"] * (metadata.get("scheduler") == ZERO_SNR)
     words += ["--safety-checker"] * (metadata.get("nsfw") is True)
     for name, field in _ARGUMENTS.items():
@@ -59,7 +59,7 @@ def again(metadata: Mapping[str, Any]) -> Again:
     if isinstance(tiles, dict):
         words += [*_flag("scale", tiles.get("scale")), *_flag("overlap", tiles.get("overlap"))]
     words += [*_adapters(metadata)]
-    return Again(command_line(words), [*losses(metadata), *_image_prompts_lost(metadata)])
+    return Again(command_line(words), [*losses(metadata), *vae_lost(metadata), *_image_prompts_lost(metadata)])
 
 
 def losses(metadata: Mapping[str, Any]) -> Iterator[str]:
@@ -71,6 +71,12 @@ def losses(metadata: Mapping[str, Any]) -> Iterator[str]:
     if scheduler and scheduler != ZERO_SNR and "canvax" in metadata:
         yield f"its scheduler {scheduler} is for Python: canvax.load(scheduler=...)"
     yield from _adapters_lost(metadata)
+
+
+def vae_lost(metadata: Mapping[str, Any]) -> list[str]:
+    """Return a clause for a VAE that the folder of models does not have, or has several times; in a list, or none."""
+    lost = metadata.get("vae") and recorded_part(metadata, "vae") is None
+    return [f"its VAE was {_called(metadata, 'vae')}"] if lost else []
 
 
 def recorded_model(metadata: Mapping[str, Any]) -> Any:
@@ -85,9 +91,29 @@ def recorded_model(metadata: Mapping[str, Any]) -> Any:
     if model in BUNDLED or (ours and (not model.startswith("./") or Path(model).exists())):
         return model or None
     name = model.removeprefix("./")
-    with suppress(InputError):  # several files have the name
-        return name if find_named(name, "model") else None
-    return None
+    return name if len(all_named(name, "model")) == 1 else None
+
+
+def recorded_part(metadata: Mapping[str, Any], name: str) -> Any:
+    """Return a flag of ``OF_MODEL`` as an image records it, or None. Other programs record a VAE by its file's name."""
+    value = metadata.get(name)
+    if "canvax" in metadata or not isinstance(value, str):
+        return value or None
+    return stem_of(value) if name == "vae" and len(all_named(stem_of(value), name)) == 1 else None
+
+
+def lost_model(metadata: Mapping[str, Any]) -> str:
+    """Return a clause that names the model of an image, where the user has to name it."""
+    if not metadata.get("model"):
+        return "was generated with a model that the file does not name"
+    return f"was generated with {_called(metadata, 'model')}"
+
+
+def _called(metadata: Mapping[str, Any], part: str) -> str:
+    """Return the recorded name of a model or VAE, with the names of several files that it may mean."""
+    name = str(metadata[part])
+    names = list(all_named(stem_of(name.removeprefix("./")), part))
+    return f"{name!r:.200}" + (f", which may be {' or '.join(names[:5])}" if len(names) > 1 else "")
 
 
 def is_lost(metadata: Mapping[str, Any]) -> bool:

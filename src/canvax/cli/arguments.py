@@ -22,25 +22,8 @@ from canvax.cli.train_arguments import add_train
 from canvax.errors import did_you_mean, slip
 from canvax.settings import add_flags, declared, described
 
-COMMANDS = {
-    name: name
-    for name in (
-        "generate",
-        "sheet",
-        "upscale",
-        "control",
-        "batch",
-        "serve",
-        "compile",
-        "convert",
-        "info",
-        "plan",
-        "bench",
-        "samplers",
-        "cache",
-        "train",
-    )
-} | {"ui": "serve"}
+_COMMANDS = "generate sheet upscale control batch serve compile convert info plan bench samplers cache train"
+COMMANDS = {name: name for name in _COMMANDS.split()} | {"ui": "serve"}
 """Each command, with the module of this package that runs it."""
 
 _EXAMPLES = """

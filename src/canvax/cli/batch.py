@@ -13,7 +13,7 @@ from canvax.cli.generate import check_against_model, description, join_others, l
 from canvax.cli.images import check_table
 from canvax.cli.loading import IN_PASSING, check_ip_adapters, load_of
 from canvax.cli.terminal import complain, say, seconds, stoppable
-from canvax.errors import NO_VALUE, InputError, check_count, nearest
+from canvax.errors import InputError, check_count, conflict, nearest, needs
 from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.pipelines.checks import check_size
@@ -69,31 +69,31 @@ def _check(arguments: argparse.Namespace) -> None:
             check_count(name, value, 1_000_000)
     named_path("output", arguments.output)
     if arguments.seed is not None and not 0 <= arguments.seed < 2**64:
-        raise InputError("seed", arguments.seed, "is not a whole number in 0..2**64-1")
+        raise InputError("seed", "is not a whole number in 0..2**64-1", value=arguments.seed)
     if arguments.shard_size is not None and arguments.into == "files":
-        raise InputError("shard_size", arguments.shard_size, "needs shards", "add --into tar or --into parquet")
+        raise needs("shard_size", "into=tar", "into=parquet")
     if arguments.quality is not None and not 1 <= arguments.quality <= 100:
-        raise InputError("quality", arguments.quality, "is not in 1..100")
+        raise InputError("quality", "is not in 1..100", value=arguments.quality)
     if arguments.quality is not None and arguments.format == "png":
         raise InputError(
             "quality",
-            arguments.quality,
             "has no effect on PNG, which loses nothing",
-            "leave it out, or write {format=webp}",
+            cure="leave it out, or write {format=webp}",
+            value=arguments.quality,
         )
     if arguments.actors is not None and arguments.ray is None:
-        raise InputError("actors", NO_VALUE, "goes with --ray", "add it")
+        raise needs("actors", "ray")
     if arguments.lora_dir is not None:
         raise InputError(
             "lora_dir",
-            NO_VALUE,
             "does not go with a batch, whose adapters are the same for all rows",
-            "write --lora FILE:0.8",
+            cure="write --lora FILE:0.8",
         )
     if arguments.ray is not None and arguments.distributed:
-        raise InputError("--ray and --distributed: choose one; JobSet starts --distributed on each TPU slice")
-    if arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
-        raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
+        raise conflict("ray", "distributed", why="JobSet starts --distributed on each TPU slice")
+    for name in ("lora", "embedding", "safety_checker"):
+        if arguments.ray is not None and getattr(arguments, name):
+            raise conflict(name, "ray")
     if arguments.ray is not None:
         from canvax.scale.data import ray_module  # before anything is written
 
@@ -106,7 +106,7 @@ def _share(text: str | None) -> tuple[int, int]:
         return 0, 1
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and len(text) < 12 and int(number) < int(count)):
-        raise InputError("share", text[:80], "is not a share", "write 0/4, 1/4, 2/4 and 3/4 for four jobs")
+        raise InputError("share", "is not a share", cure="write 0/4, 1/4, 2/4 and 3/4 for four jobs", value=text[:80])
     return int(number), int(count)
 
 
@@ -118,24 +118,17 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], loa
     files = ("image", "mask", "reference", "control", "control_from", "ip_image", "ip_mask")
     call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
     if "ip_mask" in defaults and "ip_image" not in defaults and not arguments.ip_adapter:
-        raise InputError(
-            "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
-        )
+        raise needs("ip_mask", "ip_adapter", cure="it is the network that reads the image")
     check_size("height", call.height, 0)
     check_size("width", call.width, 0)
     check_table(call, None)
     for kind in defaults.get("control_from", "none").split(","):
         if (kind := kind.strip()) not in (*MAPS, "none"):
-            raise InputError("control_from", kind, "is not made here", nearest(kind, list(MAPS)))
+            raise InputError("control_from", "is not made here", cure=nearest(kind, list(MAPS)), value=kind)
     for name in ("control", "control_from", *CONTROL_OPTIONS, "ip_image"):  # which all rows would lack
         networks = "ip_adapter" if name == "ip_image" else "controlnet"
         if name in defaults and not getattr(arguments, networks):
-            raise InputError(
-                name,
-                NO_VALUE,
-                f"has no effect without {networks}",
-                f"name the network that reads the image with {{{networks}}}",
-            )
+            raise needs(name, networks, cure="it is the network that reads the image")
     check_against_model([call], load)
 
 
@@ -173,8 +166,8 @@ def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
 
     from canvax.parallel import multihost
 
-    multihost.agree([], list(plan.digests.items()))
-    done = multihost.any_of(np.array([name not in todo for name in plan.digests]))
+    multihost.broadcast_seeds([], list(plan.digests.items()))
+    done = multihost.any_process(np.array([name not in todo for name in plan.digests]))
     return {name for name, over in zip(plan.digests, done, strict=True) if not over}
 
 
@@ -205,9 +198,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, load: Load, most: int) ->
     from canvax.scale.data import on_ray
 
     if arguments.mesh:
-        raise InputError(
-            "mesh", NO_VALUE, "does not go with --ray: each model has all devices that Ray gives it", "leave it out"
-        )
+        raise conflict("mesh", "ray", why="each model has all devices that Ray gives it")
     own = ("model", "mesh", "progress", "safety_checker")
     keywords = load.keywords([name for name in declared(Load) if name not in own])
     settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}

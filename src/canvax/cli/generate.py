@@ -16,11 +16,20 @@ from canvax.call import Call, Load
 from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import check_table, gather, images_of, shared, sized
+from canvax.cli.images import check_table, gather, images_of, in_usual_syntax, shared, sized
 from canvax.cli.loading import files_of, load_with, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
-from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
+from canvax.errors import (
+    CanvaxError,
+    CheckpointError,
+    HintWarning,
+    HubError,
+    InputError,
+    conflict,
+    needs,
+    warn,
+)
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
@@ -54,15 +63,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     if spread and preview is not None:
-        raise InputError(
-            "preview", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
-        )
+        raise conflict("preview", "distributed", why="no process has all images")
     _hint_at_quotes(arguments)
     check_against_model(calls, load)
     pipe = load_model(arguments, load, calls)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
-    calls = sized(calls, pipe.model)
+    calls = in_usual_syntax(sized(calls, pipe.model), pipe.model, arguments)
     try:
         with previews(pipe, preview) as callback:
             images = _save_all(generate_all(pipe, calls, arguments, callback), arguments, where, report)
@@ -81,10 +88,10 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     if not (arguments.prompt_file or arguments.from_image):
         for network, image in (("controlnet", "control"), ("ip_adapter", "ip_image")):
             if getattr(arguments, network) and not getattr(arguments, image):
-                warn(HintWarning(network, NO_VALUE, "has no effect without an image", f"give {{{image}}}"))
+                warn(HintWarning(network, "has no effect without an image", cure=f"give {{{image}}}"))
         is_folder = arguments.lora_dir and os.path.isdir(os.path.expanduser(arguments.lora_dir))
         if is_folder and not any("<l" in word for word in words):
-            warn(HintWarning("lora_dir", NO_VALUE, "has no effect without <lora:name:0.8> in a prompt"))
+            warn(HintWarning("lora_dir", "has no effect without <lora:name:0.8> in a prompt"))
     if words and not any(word.strip() for word in words) and not (arguments.image or arguments.ip_image):
         warn(HintWarning("the prompt is empty; is a variable of your shell empty?"))
     if len(words) > 1 and not any(" " in word for word in words):
@@ -96,17 +103,16 @@ def join_others(arguments: argparse.Namespace) -> bool:
     """Return whether other processes take part. They are joined here, before anything else uses JAX."""
     from canvax.parallel import multihost
 
-    cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+    cluster = {name: getattr(arguments, name) for name in ("coordinator", "num_processes", "process_id")}
     if not arguments.distributed:
-        if any(value is not None for value in cluster):
-            raise InputError("--coordinator, --num-processes and --process-id go with --distributed; add it")
+        for name, value in cluster.items():
+            if value is not None:
+                raise needs(name, "distributed")
         return False
     if getattr(arguments, "grid", False):
-        raise InputError(
-            "grid", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
-        )
+        raise conflict("grid", "distributed", why="no process has all images")
     keep_stdout_for_results()
-    multihost.initialize(*cluster)
+    multihost.initialize(*cluster.values())
     return True
 
 
@@ -115,7 +121,7 @@ def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
     from canvax.parallel import multihost
 
     must_match = [dataclasses.replace(call, seed=0) for call in calls]
-    seeds = multihost.agree([int(call.seed or 0) for call in calls], must_match)
+    seeds = multihost.broadcast_seeds([int(call.seed or 0) for call in calls], must_match)
     return [dataclasses.replace(call, seed=seed) for call, seed in zip(calls, seeds, strict=True)]
 
 
@@ -137,23 +143,22 @@ class Destination:
         path = named_path("output", OUTPUT if arguments.output is None else arguments.output)
         is_file = names_file(path)
         if str(path) == "-":
-            raise InputError("output", "-", "is stdout, to which images are not written", "name a folder or a file")
+            raise InputError(
+                "output", "is stdout, to which images are not written", cure="name a folder or a file", value="-"
+            )
         if is_file and len(calls) > 1 and not arguments.grid:
-            raise InputError("output", path, f"is one file for {len(calls)} images", "name a folder")
+            raise InputError("output", f"is one file for {len(calls)} images", cure="name a folder", value=path)
         if is_file and os.path.lexists(path):
-            raise InputError("output", path, "exists and is not replaced", "choose another name")
+            raise InputError("output", "exists and is not replaced", cure="choose another name", value=path)
         check_writable("output", path.parent if is_file else path)
         if not is_file:
             unique_path(path, 0)  # which looks into the folder, as saving will
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
-            raise InputError("preview", preview, "is the file of --output, which it would be in the way of")
+            raise InputError("preview", "is the same file as --output", value=preview)
         if arguments.grid and len({_size(call) for call in calls}) > 1:
             raise InputError(
-                "grid",
-                NO_VALUE,
-                "does not go with images of different sizes",
-                "leave it out, or give all the same size",
+                "grid", "does not go with images of different sizes", cure="leave it out, or give all the same size"
             )
         return cls(path, is_file, grid=arguments.grid)
 
@@ -190,7 +195,7 @@ def _size(call: Call) -> tuple[int | None, int | None]:
 def check_batch_size(size: int | None) -> None:
     """Refuse what no batch can have."""
     if size is not None and not 1 <= size <= 1_000_000:
-        raise InputError("batch_size", size, "is not a whole number in 1..1000000")
+        raise InputError("batch_size", "is not a whole number in 1..1000000", value=size)
 
 
 def check_against_model(calls: Sequence[Call], load: Load) -> None:
@@ -204,9 +209,7 @@ def check_against_model(calls: Sequence[Call], load: Load) -> None:
         parse_dtype(load.dtype, quantizes=True)
     check_precision(load.precision)
     if any(call.control for call in calls) and not load.controlnet:
-        raise InputError(
-            "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
-        )
+        raise needs("control", "controlnet", cure="it is the network that reads the image")
     overrides_of(load)
     try:
         files = files_of(dataclasses.replace(load, local_files_only=True))
@@ -229,7 +232,7 @@ def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] 
 
     check_adapters(arguments)
     mesh = mesh_of(load.mesh)
-    if not multihost.leads(mesh):
+    if not multihost.is_main_process(mesh):
         arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {load.model}")

@@ -46,10 +46,9 @@ def add_report(group: Any, json: str = "print one JSON object", quiet: str = "no
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax generate``."""
-    for add in (
-        *(_subject, _images, _control, _image_prompts, _settings, _hires, _sdxl, _model),
-        *(add_adapters, _processes, _where_to),
-    ):
+    _subject(parser)
+    _add_groups(parser, IMAGE, CONTROL, PROMPTS, SAMPLING, HIRES, SDXL)
+    for add in (add_load, add_adapters, _processes, _where_to):
         add(parser)
 
 
@@ -66,7 +65,8 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     add_flags(group, OptionRecord, group=CONTROL)
     group = parser.add_argument_group("how each tile begins from the image")
     add_flags(group, OptionRecord, names=("strength_rule", "image_encoding"))
-    for add in (_settings, _sdxl, _model, add_adapters, _processes, _where_to):
+    _add_groups(parser, SAMPLING, SDXL)
+    for add in (add_load, add_adapters, _processes, _where_to):
         add(parser)
 
 
@@ -78,7 +78,8 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
     )
-    for add in (_images, _control, _image_prompts, _settings, _hires, _sdxl, _model, add_adapters, _processes):
+    _add_groups(parser, IMAGE, CONTROL, PROMPTS, SAMPLING, HIRES, SDXL)
+    for add in (add_load, add_adapters, _processes):
         add(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new one, or one to go on in")
@@ -118,23 +119,12 @@ def _subject(parser: argparse.ArgumentParser) -> None:
     add_flags(group, Call, group=SUBJECT)
 
 
-def _group(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add a group of settings with all their flags."""
-    group = parser.add_argument_group(name)
-    for record in (Load, LoadFlags, Call, FromFiles, OptionRecord):
-        add_flags(group, record, group=name)
-
-
-def _images(parser: argparse.ArgumentParser) -> None:
-    _group(parser, IMAGE)
-
-
-def _control(parser: argparse.ArgumentParser) -> None:
-    _group(parser, CONTROL)
-
-
-def _image_prompts(parser: argparse.ArgumentParser) -> None:
-    _group(parser, PROMPTS)
+def _add_groups(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add groups of settings with all their flags."""
+    for name in names:
+        group = parser.add_argument_group(name)
+        for record in (Load, LoadFlags, Call, FromFiles, OptionRecord):
+            add_flags(group, record, group=name)
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -149,29 +139,12 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     add_report(parser, quiet="")
 
 
-def _settings(parser: argparse.ArgumentParser) -> None:
-    _group(parser, SAMPLING)
-
-
-def _hires(parser: argparse.ArgumentParser) -> None:
-    _group(parser, HIRES)
-
-
-def _sdxl(parser: argparse.ArgumentParser) -> None:
-    _group(parser, SDXL)
-
-
-def _model(parser: argparse.ArgumentParser) -> None:
-    add_load(parser)
-
-
 def _processes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several processes")
     group.add_argument(
         "--distributed", action="store_true",
         help="join the processes of a TPU pod, of Slurm or of the next three flags; each process generates and "
-        "writes its "
-        "own images",
+        "writes its own images",
     )  # fmt: skip
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")

@@ -11,24 +11,34 @@ from io import BytesIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import ZERO_SNR, Call, FromFiles, Load
-from canvax.cli.again import OF_MODEL, is_lost, losses, recorded_model
+from canvax.cli.again import OF_MODEL, is_lost, losses, lost_model, recorded_model, recorded_part, vae_lost
 from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.inputs import fingerprint, read_images
+from canvax.models.clip import clip_configs
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of
 from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
-from canvax.pipelines.control import control_files, control_marks, control_of, size_of
-from canvax.pipelines.image_prompts import image_prompts_of, read_all, structure
+from canvax.pipelines.control import size_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.references import check_references
 from canvax.pipelines.request import check_init_images, is_alone
+from canvax.prompts.grammar import fragments
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
+from canvax.scale.named_images import (
+    control_files,
+    control_marks,
+    named_control,
+    named_prompts,
+    prompt_files,
+    prompt_marks,
+    structure,
+)
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
-from canvax.weights.data_folder import embedding_files, find_named, stem_of
+from canvax.weights.data_folder import embedding_files, usual_syntax
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -48,8 +58,7 @@ def shared(call: Call) -> tuple[Any, ...]:
     """Return what images of one batch have in common. SDXL treats no negative prompt unlike an empty one."""
     settings = (call.height, call.width, call.num_inference_steps, call.guidance_scale, call.sampler, call.options)
     absent = (call.negative_prompt is None, call.image is None, call.mask is None)
-    images = (call.strength, tuple(files is None for files in call.control), structure(call.image_prompt))
-    return *settings, *absent, *images
+    return *settings, *absent, call.strength, *structure(call)
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Call], Load]:
@@ -97,12 +106,15 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             seeds = image_seeds(entry["seed"] if "seed" in entry else (first + index) % 2**64, count)
             height, width = (None if value is None else check_size(name, value, 0)
                              for name, value in (("height", call.height), ("width", call.width)))  # fmt: skip
-            read_all(call.image_prompt)
+            prompt_files(call.image_prompt)
             images = (call.image, call.mask, call.strength, height, width, call.options, call.control)
             if images not in sizes:  # each file is read once
                 if is_alone(call, call.options):  # the model decides what becomes of it: see ``sized``
                     read_images("image", call.image, images_of(call))
                     source = None
+                elif isinstance(call.image, tuple):
+                    problem = "is not read beside a mask or a strength, which go with one image"
+                    raise InputError("reference", problem, cure="leave it out", value=call.image[1])
                 else:
                     source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
                 sizes[images] = (height, width) if source is None or source.boxes else source.size
@@ -112,7 +124,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                     sizes[images] = sizes[images] if call.image is not None else size
             if call.sampler is not None and find(call.sampler)[0].name == "ddim_inverse":
                 problem = "goes from an image to its noise, which no file stores"
-                raise InputError("sampler", call.sampler, problem, "in Python, pass latents=result.latents")
+                raise InputError("sampler", problem, cure="in Python, pass latents=result.latents", value=call.sampler)
         except InputError as error:
             if not where:
                 raise
@@ -145,13 +157,32 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
             elif key not in known:
                 if isinstance(call.image, tuple):
                     problem = f"is for models that edit, and {model.name} is none"
-                    raise InputError("reference", call.image[1], problem, "leave it out")
+                    raise InputError("reference", problem, cure="leave it out", value=call.image[1])
                 source = check_init_images(call.image, None, None, key[1:], 1, SIZE_STEP, call.options)
                 assert source is not None
                 known[key] = source.size
             call = dataclasses.replace(call, height=known[key][0], width=known[key][1])
         resized.append(call)
     return resized
+
+
+def in_usual_syntax(calls: Sequence[Call], model: Model, arguments: argparse.Namespace) -> Sequence[Call]:
+    """Return the calls with the prompt syntax of the program whose folder the folder of models is, and say so.
+
+    Calls stay as they are for a model that reads no weights, and where a flag, a line of the prompt file or an image
+    says the syntax.
+    """
+    syntax = usual_syntax()
+    chosen = arguments.prompt_syntax or arguments.from_image or syntax == "plain"
+    if chosen or any(call.options.prompt_syntax != "plain" for call in calls) or not clip_configs(model.text):
+        return calls
+    texts = [text for call in calls for text in (call.prompt, call.negative_prompt) if text]
+    if any(fragments(text, syntax) != fragments(text, "plain") for text in texts) and not arguments.quiet:
+        program = {"a1111": "A1111", "comfy": "ComfyUI"}[syntax]
+        complain(f"brackets in prompts are read as {program} reads them; --prompt-syntax plain reads them as text")
+    return [
+        dataclasses.replace(call, options=dataclasses.replace(call.options, prompt_syntax=syntax)) for call in calls
+    ]
 
 
 def check_table(call: Call, scheduler: Scheduler | None) -> None:
@@ -191,24 +222,24 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is malformed.
     """
     if name == "-" and sys.stdin is None:
-        raise InputError("prompt_file", name, "is standard input, which is closed", "name a file")
+        raise InputError("prompt_file", "is standard input, which is closed", cure="name a file", value=name)
     entries = []
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
             data = file.read(_MAX_PROMPT_FILE + 1)
         if len(data) > _MAX_PROMPT_FILE:
-            raise InputError("prompt_file", name, f"is longer than {_MAX_PROMPT_FILE} bytes", "split it")
+            raise InputError("prompt_file", f"is longer than {_MAX_PROMPT_FILE} bytes", cure="split it", value=name)
         for number, line in text_lines(TextIOWrapper(BytesIO(data), "utf-8-sig", newline=""), name):
             if not line.startswith("#"):
                 where = f"{name}, line {number}: "
                 check_prompt_line(where, line)
                 entries.append((where, _entry(where, line) if line.startswith("{") else {"prompt": line}))
     except OSError as error:
-        raise InputError("prompt_file", name, f"cannot be read ({error.strerror})") from None
+        raise InputError("prompt_file", f"cannot be read ({error.strerror})", value=name) from None
     except UnicodeDecodeError:
-        raise InputError("prompt_file", name, "is not UTF-8 text", "save it as UTF-8") from None
+        raise InputError("prompt_file", "is not UTF-8 text", cure="save it as UTF-8", value=name) from None
     if not entries:
-        raise InputError("prompt_file", name, "holds no prompt", "write one a line")
+        raise InputError("prompt_file", "holds no prompt", cure="write one a line", value=name)
     return entries
 
 
@@ -243,21 +274,15 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
             f"{where}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
             label="warning: ",
         )
-    for clause in losses(metadata):
+    for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata))]:
         complain(f"{where}: {clause}", label="warning: ")
     if is_lost(metadata) and not arguments.model:
-        model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
-        raise InputError(f"{where}: {model}; name your copy of it with --model")
-    ours = "canvax" in metadata
-    past = {"model": recorded_model(metadata)} | {name: metadata.get(name) if ours else None for name in OF_MODEL}
-    if (vae := metadata.get("vae")) and not (ours or arguments.vae):
-        past["vae"] = stem_of(vae) if find_named(stem_of(vae), "vae") else None
-        if past["vae"] is None:
-            complain(f"{where}: its VAE {vae} is left out; name your copy of it with --vae", label="warning: ")
+        raise InputError(f"{where}: {lost_model(metadata)}; name your copy of it with --model")
+    past = {"model": recorded_model(metadata)} | {name: recorded_part(metadata, name) for name in OF_MODEL}
     if arguments.model and arguments.model != past["model"]:
         past["revision"] = past["variant"] = None
     parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}
-    if ours and metadata.get("scheduler") == ZERO_SNR:
+    if "canvax" in metadata and metadata.get("scheduler") == ZERO_SNR:
         parts["scheduler"] = ZERO_SNR
     return settings, load_of(arguments, model=arguments.model or past["model"] or "emoji", **parts)
 
@@ -266,8 +291,8 @@ def _marks(metadata: Mapping[str, Any], arguments: argparse.Namespace) -> dict[s
     """Return how the metadata of a new image would identify the images that flags name."""
     named, marks = vars(arguments), dict[str, Any]()
 
-    def mark(name: str, file: str, read_as: str = "") -> str:
-        return fingerprint(read_images(read_as or name, file, 1, grey=name == "mask")[0])
+    def mark(name: str, file: str) -> str:
+        return fingerprint(read_images(name, file, 1, grey=name == "mask")[0])
 
     for name in ("image", "mask"):
         marks |= {f"{name}_sha256": mark(name, file)} if (file := named[name]) is not None else {}
@@ -275,12 +300,7 @@ def _marks(metadata: Mapping[str, Any], arguments: argparse.Namespace) -> dict[s
     if "references_sha256" in metadata:
         marks["references_sha256"] = [mark("image", file) for file in files]
     if "control_sha256" in metadata:
-        marks["control_sha256"] = control_marks(control_of(named))
+        marks["control_sha256"] = control_marks(named_control(named))
     if "image_prompts" in metadata:
-        prompts = image_prompts_of(named, len(named["ip_adapter"] or ()))
-        marks["image_prompts"] = [
-            {"scale": prompt.scale, "sha256": mark("image", prompt.file, "ip_image")}
-            | ({"mask_sha256": mark("mask", prompt.mask, "ip_mask")} if prompt.mask else {})
-            for prompt in prompts
-        ]
+        marks["image_prompts"] = prompt_marks(named_prompts(named, len(named["ip_adapter"] or ())))
     return marks

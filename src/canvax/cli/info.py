@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.call import PARTS
 from canvax.cli.adapters import info_lines
-from canvax.cli.again import again, is_lost
+from canvax.cli.again import again, is_lost, lost_model
 from canvax.cli.loading import files_of, load_of, load_with, overrides_of
 from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
+from canvax.errors import CanvaxError, InputError, check_count
 from canvax.files import named_path
 from canvax.images.formats import FORMATS, HAVE_PATHS
 from canvax.images.keys import keys_of
@@ -27,7 +27,7 @@ from canvax.weights.data_folder import find_named
 from canvax.weights.entries import Entry
 from canvax.weights.files import open_weights
 from canvax.weights.folder import index_in
-from canvax.weights.identify import EMBEDDING, LORA, MODEL, TRANSFORMER, Found, inspect, listing
+from canvax.weights.identify import EMBEDDING, LORA, MODEL, TRANSFORMER, FileReport, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
 
@@ -39,7 +39,7 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _MEMORY_FLAGS = ("memory", "width", "height", "batch", "references", "dtype", "quantize", "mesh")
 _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PARTS)
-"""What says nothing of an image or an adapter."""
+"""Flags that apply to models only."""
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     is_whole = file is not None and file.kind is TRANSFORMER and any(getattr(arguments, name) for name in PARTS)
     part = file if file is not None and not is_whole and file.kind not in (None, MODEL) else None
     is_adapter = file is not None and file.kind in (LORA, EMBEDDING)
-    kind = "an image" if is_image else part.what if part else ""
+    kind = "an image" if is_image else part.kind_name if part else ""
     is_model = not kind
     names = (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS
     _refuse_flags(
@@ -82,9 +82,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             if not report["prompts"]:
                 raise InputError(
                     "concepts",
-                    NO_VALUE,
                     f"is not for {arguments.what}, which has no list of concepts",
-                    "it takes any prompt",
+                    cure="it takes any prompt",
                 )
             lines = report["prompts"]
         if arguments.memory:
@@ -102,7 +101,7 @@ def _show(arguments: argparse.Namespace, lines: list[str]) -> None:
 def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], cure: str) -> None:
     for name in names:
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
-            raise InputError(name, NO_VALUE, "does not go with this file", cure)
+            raise InputError(name, "does not go with this file", cure=cure)
 
 
 def folder_info(folder: Path) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def folder_info(folder: Path) -> dict[str, Any]:
     if not parts:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
     rows = [
-        {"file": str(part.path), "kind": part.what, "family": part.family or None, "fault": fault_of(part) or None}
+        {"file": str(part.path), "kind": part.kind_name, "family": part.family or None, "fault": fault_of(part) or None}
         for part in parts
     ]
     return {"folder": str(folder), "files": rows}
@@ -137,13 +136,13 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
     return [*lines, "", "These files cannot be used:", *faults] if faults else lines
 
 
-def part_info(part: Found) -> dict[str, Any]:
+def part_info(part: FileReport) -> dict[str, Any]:
     """What a file is that holds a part of a model, or what goes beside one."""
     entries = open_weights(part.path, plain_names=False)
     stored = Counter(entry.stored for entry in entries)
     return {
         "file": str(part.path),
-        "kind": part.what,
+        "kind": part.kind_name,
         "family": part.family or None,
         "flag": part.kind.flag if part.kind else "",
         "arrays": len(entries),
@@ -202,8 +201,7 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if "grid" not in metadata and is_lost(metadata):
-        model = f"{metadata['model']!r}" if metadata.get("model") else "a model that the file does not name"
-        lines.append(f"\nIt was generated with {model}: put the file of your copy in place of MODEL.")
+        lines.append(f"\nIt {lost_model(metadata)}: put the file of your copy in place of MODEL.")
     losses = dict.fromkeys(clause for each in report["losses"] for clause in each)
     lines += [f"\nThe command does not repeat that {clause}." for clause in losses]
     return [*lines, "\nTo generate it again:", *report["commands"]]
@@ -231,10 +229,10 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
     from canvax.families.read import read_model
     from canvax.models.clip import clip_configs, most_skipped
-    from canvax.weights.folder import KINDS
+    from canvax.weights.folder import plain_files
 
     model = read_model(files, "float32")
-    parts = {name: {"class": kind, **(_weights(files, name) if name in KINDS else {})}
+    parts = {name: {"class": kind, **({} if plain_files(name) else _weights(files, name))}
              for name, kind in files.components.items()}  # fmt: skip
     parameters = sum(part.get("parameters", 0) for part in parts.values())
     options, schedule = model.scheduler.options, model.scheduler.schedule

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import DEVICES, LOCATION, MODEL, PARTS, PROMPTS, Load, LoadFlags
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import needs
 from canvax.settings import add_flags, declared
 
 if TYPE_CHECKING:
@@ -122,9 +122,7 @@ def check_ip_adapters(arguments: argparse.Namespace) -> None:
         CheckpointError: a file holds no adapter.
     """
     if arguments.ip_encoder is not None and not arguments.ip_adapter:
-        raise InputError(
-            "ip_encoder", NO_VALUE, "needs an adapter", "name the adapter that it is for with {ip_adapter}"
-        )
+        raise needs("ip_encoder", "ip_adapter")
     for name in arguments.ip_adapter or ():
         from canvax.weights.ip_adapter import check_ip_adapter
         from canvax.weights.location import Location

@@ -81,7 +81,7 @@ def parse_sides(argument: str, text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", text.lower(), re.ASCII)
     if match is None:
-        raise InputError(argument, text, "is not WIDTHxHEIGHT in pixels, such as 1024x768")
+        raise InputError(argument, "is not WIDTHxHEIGHT in pixels, such as 1024x768", value=text)
     return int(match[1]), int(match[2])
 
 

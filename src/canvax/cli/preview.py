@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from canvax.pipelines.pipeline import Pipeline
 
 SHARE = 0.2
-"""Of the time, at most, that goes into previews."""
+"""Largest share of the time that is spent on previews."""
 
 
 def _decoded(pipe: Pipeline, latents: HostArray) -> HostArray:

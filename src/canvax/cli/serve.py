@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import math
 import re
 import signal
 import socket
@@ -26,7 +27,7 @@ from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
-from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
+from canvax.errors import CanvaxError, HintWarning, InputError, check_count, conflict, needs, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import read_metadata, unique_path
@@ -71,28 +72,24 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     opens_page = arguments.command == "ui"
     if opens_page and arguments.no_page:
         raise InputError(
-            "no_page", NO_VALUE, "does not go with canvax ui, which opens the page", "leave it out, or use canvax serve"
+            "no_page", "does not go with canvax ui, which opens the page", cure="leave it out, or use canvax serve"
         )
     keys = Keys.read(named_path("keys", arguments.keys) if arguments.keys else None)
     if keys is not None and arguments.no_keys:
-        raise InputError(
-            "no_keys",
-            NO_VALUE,
-            "does not go with a file of keys",
-            "leave out {keys} and CANVAX_KEYS, or this",
-        )
+        raise conflict("no_keys", "keys", cure="leave out {keys} and CANVAX_KEYS, or this")
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
             "host",
-            arguments.host,
             "can be reached by others, who could use this machine",
-            "give {keys=FILE}, or {no_keys} if that is meant",
+            cure="give {keys=FILE}, or {no_keys} if that is meant",
+            value=arguments.host,
         )
     offered, left_out = local_models()
     output = _output(arguments)
-    first = _first(offered, output if opens_page else None)
+    named = [*arguments.models, *arguments.model]
+    first, why = ([], "") if named else first_model(offered, output if opens_page else None)
     usual = load_of(arguments, model="emoji")
-    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], usual.keywords(LOCATION))
+    names = _names(named or first or ["emoji"], usual.keywords(LOCATION))
     _check_parts(usual, names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if usual.dtype is not None:
@@ -137,7 +134,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         say(f"starting on {url}")
         if output is not None:
             say(f"images are saved in {output.absolute()}")
-        for line in _left_out_lines(left_out):
+        for line in [*([why] if first else []), *_left_out_lines(left_out)]:
             say(line)
         engine.start()
         if opens_page:
@@ -145,14 +142,24 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         answer(app, listener, engine, arguments.drain_seconds, say)
 
 
-def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
-    """Return the model of the folder of models to begin with: that of the newest image in ``output``, or the first."""
-    if offered and output is not None and output.is_dir():
-        for path in sorted(output.iterdir(), key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
-            with suppress(InputError):
-                if recent := read_metadata(path).get("model"):
-                    return [recent] if recent in offered else list(offered)[:1]
-    return list(offered)[:1]
+def first_model(offered: Mapping[str, Path], output: Path | None) -> tuple[list[str], str]:
+    """Return the model of the folder of models to begin with, if there is one, and a line about it.
+
+    It is that of the newest image in ``output`` whose model is there, else the smallest, which starts soonest and fits
+    where any does.
+    """
+    name, why = "", "the model that was used last"
+    images = output.iterdir() if output is not None and output.is_dir() else ()
+    for path in sorted(images, key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
+        with suppress(InputError):
+            recent = read_metadata(path).get("model")
+            name = name or (recent if recent in offered else "")
+    if offered and not name:
+        from canvax.families.local_models import byte_count
+
+        name, why = min(offered, key=lambda name: (byte_count(offered[name]) or math.inf, name)), "the smallest model"
+    others = f", {why} of {len(offered)} in {data_folder()}; name another to start with it" if len(offered) > 1 else ""
+    return [name] if name else [], f"starting with {name}{others}"
 
 
 def _left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:
@@ -166,7 +173,7 @@ def _check_body(text: str) -> int:
     """The bytes of ``--max-body``; an error if no request fits into them."""
     count = byte_count("max_body", text)
     if count < _LEAST_BODY:
-        warn(HintWarning("max_body", text, f"is {count} bytes, too few for most requests", "32MB is usual"))
+        warn(HintWarning("max_body", f"is {count} bytes, too few for most requests", cure="32MB is usual", value=text))
     return count
 
 
@@ -179,7 +186,7 @@ def byte_count(argument: str, text: str) -> int:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if count < 1:
-        raise InputError(argument, text, "is not a size", "write 20GB or 500MB")
+        raise InputError(argument, "is not a size", cure="write 20GB or 500MB", value=text)
     return count
 
 
@@ -187,7 +194,7 @@ def _checked(argument: str, values: list[str], form: re.Pattern[str]) -> tuple[s
     """The values in small letters, as browsers send them."""
     for value in values:
         if not form.fullmatch(value.lower()):
-            raise InputError(argument, value, "is not a name of this kind", f"write {_USUAL[argument]}")
+            raise InputError(argument, "is not a name of this kind", cure=f"write {_USUAL[argument]}", value=value)
     return tuple(value.lower() for value in values)
 
 
@@ -232,7 +239,7 @@ def _check_parts(load: Load, names: Mapping[str, str]) -> None:
         Location(part, argument=name).local()
     for name in PARTS:
         if getattr(load, name) is not None and len(names) > 1:
-            raise InputError(name, NO_VALUE, "is for one model, and several are served", "convert it to a folder")
+            raise InputError(name, "is for one model, and several are served", cure="convert it to a folder")
 
 
 def _output(arguments: argparse.Namespace) -> Path | None:
@@ -242,13 +249,13 @@ def _output(arguments: argparse.Namespace) -> Path | None:
         InputError: the images cannot be written there.
     """
     if arguments.no_output and arguments.output is not None:
-        raise InputError("no_output", NO_VALUE, "does not go with --output", "leave one of them out")
+        raise conflict("no_output", "output")
     name = OUTPUT if arguments.output is None and arguments.command == "ui" else arguments.output
     if name is None or arguments.no_output:
         return None
     folder = named_path("output", name)
     if names_file(folder):
-        raise InputError("output", folder, "is one file", "name a folder")
+        raise InputError("output", "is one file", cure="name a folder", value=folder)
     check_writable("output", folder)
     unique_path(folder, 0)  # which looks into the folder, as saving will
     return folder
@@ -263,18 +270,16 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "stall_seconds", "rate"):
         value = getattr(arguments, flag)
         if value is not None and not 0 < value <= MOST:
-            raise InputError(flag, value, f"is not a number above 0 and of at most {MOST:g}")
+            raise InputError(flag, f"is not a number above 0 and of at most {MOST:g}", value=value)
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
-        raise InputError("chunks", " ".join(map(str, arguments.chunks)), f"are not whole numbers in 1..{MOST_CHUNKS}")
-    if not 0 <= arguments.references <= MOST_REFERENCES:
-        raise InputError("references", arguments.references, f"is not a whole number in 0..{MOST_REFERENCES}")
-    if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
         raise InputError(
-            "warm",
-            " ".join(arguments.warm),
-            "does not go with --batching none, which has one image at a time",
-            "write 512x512:1",
+            "chunks", f"are not whole numbers in 1..{MOST_CHUNKS}", value=" ".join(map(str, arguments.chunks))
         )
+    if not 0 <= arguments.references <= MOST_REFERENCES:
+        raise InputError("references", f"is not a whole number in 0..{MOST_REFERENCES}", value=arguments.references)
+    if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
+        why = "it has one image at a time"
+        raise conflict("warm", "batching=none", why=why, cure="write 512x512:1", value=" ".join(arguments.warm))
     on_demand = arguments.compile_on_demand
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
@@ -303,22 +308,22 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     if not (folder or arguments.lora):
         for name in ("lora_rank", "lora_places", "lora_layers"):
             if getattr(arguments, name) is not None:
-                raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
+                raise needs(name, "lora_dir", "lora")
         return None
     from canvax.pipelines.slots import COUNT, check_places
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.weights.safetensors import open_safetensors
 
     if folder is not None and not folder.is_dir():
-        raise InputError("lora_dir", arguments.lora_dir, "is not a folder")
+        raise InputError("lora_dir", "is not a folder", value=arguments.lora_dir)
     files = tuple(named_path("lora", file) for file in arguments.lora)
     for file in files:
         if not (file.is_file() and file.suffix == ".safetensors"):
-            raise InputError("lora", file, "is not a safetensors file")
+            raise InputError("lora", "is not a safetensors file", value=file)
         open_safetensors(file, plain_names=False)  # a damaged one is found before a model is fetched
     if twice := [name for name, count in Counter(file.stem for file in dict.fromkeys(files)).items() if count > 1]:
         raise InputError(
-            "lora", NO_VALUE, f"has two files called {twice[0]}", "rename one, or give their folder as {lora_dir}"
+            "lora", f"has two files called {twice[0]}", cure="rename one, or give their folder as {lora_dir}"
         )
     places = COUNT if arguments.lora_places is None else check_count("lora_places", arguments.lora_places)
     check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
@@ -333,7 +338,7 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
     spare = spare and port is None
     port = PORT if port is None else port
     if not 0 <= port < 1 << 16:  # which some C libraries take for another port
-        raise InputError("port", port, "is not in 0..65535", "choose another port, such as --port 0")
+        raise InputError("port", "is not in 0..65535", cure="choose another port, such as --port 0", value=port)
     listener = None
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -352,9 +357,11 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         reason = getattr(error, "strerror", None) or error
         known = listener is not None and getattr(error, "errno", None) != errno.EADDRNOTAVAIL
         if known:
-            raise InputError("port", port, f"cannot be used: {reason}", "choose another, such as {port=0}") from None
+            raise InputError(
+                "port", f"cannot be used: {reason}", cure="choose another, such as {port=0}", value=port
+            ) from None
         cure = "name an address of this machine, such as 127.0.0.1"
-        raise InputError("host", host, f"cannot be listened on: {reason}", cure) from None
+        raise InputError("host", f"cannot be listened on: {reason}", cure=cure, value=host) from None
     return listener
 
 

@@ -18,11 +18,11 @@ from canvax.cli.generate import (
     generate_all,
     load_model,
 )
-from canvax.cli.images import ALIASES, SETTINGS, gather, sized
+from canvax.cli.images import ALIASES, SETTINGS, gather, in_usual_syntax, sized
 from canvax.cli.plan import parse_size
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.errors import InputError, nearest
 from canvax.images.formats import new_image
 from canvax.images.grid import make_sheet
 from canvax.noise import check_seed
@@ -64,11 +64,14 @@ class Axis:
         known = ["prompt", SIZE, *OF_LOAD, LORA, *SETTINGS]
         if name not in known or name == "num_images_per_prompt":
             raise InputError(
-                argument, text, f"begins with {label!r}, which is not a setting", nearest(name, [*known, *ALIASES])
+                argument,
+                f"begins with {label!r}, which is not a setting",
+                cure=nearest(name, [*known, *ALIASES]),
+                value=text,
             )
         cells = [value.strip() for value in values.split(";" if ";" in values else ",")]
         if not equals or not all(cells):
-            raise InputError(argument, text, "has no values", "write them behind =, such as steps=10,20,40")
+            raise InputError(argument, "has no values", cure="write them behind =, such as steps=10,20,40", value=text)
         return cls(name, label.strip(), [_value(name, cell) for cell in cells])
 
     def labels(self) -> list[str]:
@@ -82,14 +85,14 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if not axes:
         raise InputError("no axis; try: canvax sheet \"a cat\" --x steps=10,20,40 --y sampler='Euler,DPM++ 2M'")
     if len({axis.name for axis in axes}) < len(axes):
-        raise InputError("y", axes[0].name, "is the setting of --x as well", "give two settings, or one")
+        raise InputError("y", "is the setting of --x as well", cure="give two settings, or one", value=axes[0].name)
     if arguments.distributed or (arguments.num_images_per_prompt or 1) > 1 or arguments.grid:
         raise InputError("--distributed, --num-images and --grid do not go with a sheet; leave them out")
     for axis in axes:  # a prompt beside an axis of prompts is what the usage has, and the LoRA is that of the weights
         if axis.name == LORA and len(arguments.lora) != 1:
-            raise InputError(LORA, NO_VALUE, "is not given once, and the axis is of its weights", "give one")
+            raise InputError(LORA, "is not given once, and the axis is of its weights", cure="give one")
         if axis.name not in ("prompt", LORA) and getattr(arguments, axis.name, None) not in (None, [], False):
-            raise InputError(axis.name, NO_VALUE, "is given as a flag and along an axis", "leave out the flag")
+            raise InputError(axis.name, "is given as a flag and along an axis", cure="leave out the flag")
     across, down = axes[0], axes[1] if len(axes) > 1 else None
     cells = [{across.name: x} | ({down.name: y} if down else {}) for y in (down.values if down else [None])
              for x in across.values]  # fmt: skip
@@ -152,7 +155,7 @@ class Cells:
     def run(self) -> Iterator[tuple[list[int], list[Call], Pipeline]]:
         """Load the model, and yield the cells and the calls of each weight of the LoRA."""
         pipe = load_model(self.arguments, self.load, self.calls)
-        calls = sized(self.calls, pipe.model)
+        calls = in_usual_syntax(sized(self.calls, pipe.model), pipe.model, self.arguments)
         for weight in dict.fromkeys(weight for _, weight in self.cells):
             if weight is not None:
                 pipe.adapters.set(dict.fromkeys(pipe.adapters, weight))
@@ -190,5 +193,5 @@ def _value(name: str, text: str) -> Any:
         return text
     value = plain_value(text)
     if name == LORA and not isinstance(value, int | float):
-        raise InputError(LORA, text, "is no weight", "write lora=0,0.5,1 along the axis")
+        raise InputError(LORA, "is no weight", cure="write lora=0,0.5,1 along the axis", value=text)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else text

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from canvax.cli.terminal import complain, say, stoppable
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_number
+from canvax.errors import CanvaxError, InputError, check_number, needs
 from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
 from canvax.settings import declared, offered
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if (value := getattr(arguments, name, None)) is not None:
             setattr(arguments, name, str(named_path(name, value)))
     if getattr(arguments, "class_pictures", None) and Path(arguments.class_pictures).is_file():
-        raise InputError("class_pictures", arguments.class_pictures, "is a file", "name a folder")
+        raise InputError("class_pictures", "is a file", cure="name a folder", value=arguments.class_pictures)
     check_writable("output", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 
@@ -67,9 +67,9 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
-    from canvax.train.finetune import Whole, finetune
+    from canvax.train.finetune import FullFinetune, finetune
 
-    return finetune(_training(arguments), make_mesh(), **vars(_made(Whole, arguments)), **_running(arguments))
+    return finetune(_training(arguments), make_mesh(), **vars(_made(FullFinetune, arguments)), **_running(arguments))
 
 
 def _lora(arguments: argparse.Namespace) -> Path | None:
@@ -80,15 +80,15 @@ def _lora(arguments: argparse.Namespace) -> Path | None:
 
 def _dreambooth(arguments: argparse.Namespace) -> Path | None:
     from canvax.train.dreambooth import Instance, subject_of
-    from canvax.train.finetune import Whole, finetune
+    from canvax.train.finetune import FullFinetune, finetune
     from canvax.train.lora import Lora, train_lora
     from canvax.train.task import check_folder
 
-    instance, aim = _made(Instance, arguments), _made(Lora if arguments.lora else Whole, arguments)
+    instance, aim = _made(Instance, arguments), _made(Lora if arguments.lora else FullFinetune, arguments)
     changed = {name for name, field in declared(Lora).items() if getattr(arguments, name) not in (None, field.default)}
-    idle = sorted(changed - declared(Whole).keys() | ({"quantize"} if arguments.quantize else set()))
+    idle = sorted(changed - declared(FullFinetune).keys() | ({"quantize"} if arguments.quantize else set()))
     if idle and not arguments.lora:
-        raise InputError(idle[0], NO_VALUE, "has no effect without --lora", "add {lora}")
+        raise needs(idle[0], "lora")
     of_lora = TASKS["lora"].plan if arguments.lora else {}
     training, mesh, running = _training(arguments, **of_lora), make_mesh(), _running(arguments)
     check_folder(training, aim)  # before pictures of the class are made
@@ -106,9 +106,9 @@ def _textual_inversion(arguments: argparse.Namespace) -> Path | None:
 
 
 def _controlnet(arguments: argparse.Namespace) -> Path | None:
-    from canvax.train.controlnet import Controlling, train_controlnet
+    from canvax.train.controlnet import ControlNetTask, train_controlnet
 
-    more = {**vars(_made(Controlling, arguments)), **_given(Pairs, arguments)}
+    more = {**vars(_made(ControlNetTask, arguments)), **_given(Pairs, arguments)}
     return train_controlnet(_training(arguments), make_mesh(), **more, **_running(arguments))
 
 
@@ -133,7 +133,7 @@ def _training(arguments: argparse.Namespace, **plan: Any) -> Training:
     made = _made(Plan, arguments, **{**PLAN, **task.plan, **plan})
     if made.warmup >= made.steps:
         cure = "give fewer, or more steps"
-        raise InputError("warmup", made.warmup, f"leaves nothing of --steps {made.steps}", cure)
+        raise InputError("warmup", f"leaves nothing of --steps {made.steps}", cure=cure, value=made.warmup)
     if "dtype" in more:
         more["dtype"] = parse_dtype(more["dtype"])
     if "tensorboard" in more:
@@ -157,7 +157,7 @@ def deadline(arguments: argparse.Namespace) -> float | None:
     if arguments.stop_after is None:
         return None
     if check_number("stop_after", arguments.stop_after) <= 0:
-        raise InputError("stop_after", arguments.stop_after, "must be more than 0 minutes")
+        raise InputError("stop_after", "must be more than 0 minutes", value=arguments.stop_after)
     return time.monotonic() + 60 * arguments.stop_after
 
 

@@ -11,7 +11,7 @@ from canvax.cli.generate import Destination, check_against_model, description, l
 from canvax.cli.images import OPTIONS, check_table
 from canvax.cli.loading import load_of
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import InputError, needs
 from canvax.images.inputs import read_images
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.upscale import check_for_upscale, check_scale
@@ -25,9 +25,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     settings = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     call = call_of({**settings, "prompt": arguments.prompt or ""}, 0, progress=not arguments.quiet)
     if not arguments.controlnet and (of_control := sorted({*CONTROL_OPTIONS} & {*settings})):
-        raise InputError(
-            of_control[0], NO_VALUE, "needs a ControlNet", "name the network that reads the tiles with {controlnet}"
-        )
+        raise needs(of_control[0], "controlnet", cure="it is the network that reads the tiles")
     given = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap")}
     given |= {"batch": arguments.batch_size, "control": bool(arguments.controlnet)}
     how = Enlarging(**{name: value for name, value in given.items() if value is not None})
@@ -61,13 +59,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 def _check(arguments: argparse.Namespace, call: Call, how: Enlarging) -> None:
     """Refuse what no model can do, before a model is read."""
     if arguments.grid:
-        raise InputError("grid", NO_VALUE, "does not go with one image", "leave it out")
+        raise InputError("grid", "does not go with one image", cure="leave it out")
     (image,) = read_images("file", arguments.file, 1)
     check_for_upscale(call.options)
     check_scale(how.scale, image)
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
-            raise InputError(name, NO_VALUE, "does not go with tiles", "leave it out")
+            raise InputError(name, "does not go with tiles", cure="leave it out")
     check_table(call, None)
     if arguments.num_inference_steps is not None:
         steps_of_strength(how.strength, arguments.num_inference_steps, call.options.strength_rule, MOST_STEPS)

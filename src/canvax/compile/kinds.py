@@ -6,15 +6,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from canvax.guidance import Method, Rule
+from canvax.guidance import PLAIN, Guidance
 from canvax.models.beside import ADAPTERS, Places
+from canvax.models.denoiser import Denoiser, Shapes
+from canvax.models.networks import Networks
+from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import on_devices
 from canvax.params import Params
 from canvax.quantize import compute_dtype
+from canvax.types import DType
 
 PROGRAMS = ("text encoder", "image encoder", "control encoder", "image prompt encoder", "denoiser", "decoder")
 """What they are called where they are announced."""
@@ -95,20 +101,71 @@ Ready = Mapping[str, Compiled]
 """The programs of a run, by the names that ``Programs.wanted`` gives them."""
 
 
-class PromptKind(NamedTuple):
-    """What decides the programs of the image prompts that one adapter reads.
+@dataclass(frozen=True)
+class Site:
+    """What programs are made for.
 
     Attributes:
-        component: of the adapter.
-        images: of them, for each image of the batch.
-        masked: whether one has a mask.
-        reads: shape of what the adapter reads of an image.
+        networks: the model.
+        mesh: the devices.
+        latents: of the batch.
+        dtypes: those of the parameters of each component.
     """
 
-    component: str
-    images: int
-    masked: bool
-    reads: tuple[int, ...]
+    networks: Networks
+    mesh: Mesh
+    latents: LatentShape
+    dtypes: Mapping[str, DType]
+
+    @property
+    def loop(self) -> tuple[int, ...]:
+        """The shape of the latents in the loop."""
+        return self.networks.packing.shape(self.latents)
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Height and width of the images in pixels."""
+        _, height, width, _ = self.latents
+        return {"height": height * self.networks.vae.factor, "width": width * self.networks.vae.factor}
+
+    def batched(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        """Return the shape of an array that is split over the batch."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=over_batch(self.mesh))
+
+    def reader(self, name: str, read: partial[Any], component: str, *shape: int, **facts: Any) -> ProgramSpec:
+        """Return a program that reads something of this shape, float32, for an image at a time."""
+        alone = padded_batch(1, self.mesh)
+        inputs = (self.batched((alone, *shape)),)
+        return ProgramSpec(name, read, component, inputs, facts={"batch": alone, **facts})
+
+
+class Addition:
+    """What a call adds to its programs: a frozen record, equal where they are."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its programs among those of a run."""
+        return ()
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What the denoiser with it reads besides its own parameters."""
+        return ()
+
+    def programs(self, site: Site) -> dict[str, ProgramSpec]:
+        """Return its programs by ``names``."""
+        return {}
+
+    def conditions(self, site: Site) -> Shapes:
+        """Return the shapes of its conditions, which each prompt has."""
+        return {}
+
+    def around(self, denoiser: Denoiser, networks: Networks) -> Denoiser:
+        """Return the denoiser with what it puts around it."""
+        return denoiser
+
+
+A = TypeVar("A", bound=Addition)
 
 
 class Kinds(NamedTuple):
@@ -116,32 +173,25 @@ class Kinds(NamedTuple):
 
     Attributes:
         guided: denoisers with guidance (True), without (False), or both.
-        deep_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
-        known: parts of images are kept (``canvax.denoise.Known``).
+        guidance: the rule of denoisers with guidance; the others have that of ``canvax.guidance.off``.
         decoder: None for none.
-        image_encoder: which encoder of images; None for none.
         lengths: of each prompt, for each text encoder; the shortest ones if empty.
-        parts: prompts of each image that are added up; 0 without.
-        method: of guidance.
-        perturbs: perturbed-attention guidance.
-        controls: those of ``Networks.controls`` that read a control image.
-        image_prompts: for each adapter that reads image prompts.
-        sees: CLIP's image encoder is needed for them.
         places: for adapters beside the weights; None for weights alone.
-        references: height and width in pixels of reference images.
+        adds: what the call adds, of each class at most one (``canvax.compile.additions``).
     """
 
     guided: tuple[bool, ...] = (True,)
-    deep_layers: int = 0
-    known: bool = False
+    guidance: Guidance = PLAIN
     decoder: Literal["whole", "tiled", None] = "whole"
-    image_encoder: Literal["whole", "tiled", None] = None
     lengths: tuple[int, ...] = ()
-    parts: int = 0
-    method: Method | Rule = "cfg"
-    perturbs: bool = False
-    controls: tuple[str, ...] = ()
-    image_prompts: tuple[PromptKind, ...] = ()
-    sees: bool = False
     places: Places | None = None
-    references: tuple[tuple[int, int], ...] = ()
+    adds: tuple[Addition, ...] = ()
+
+    def adding(self, *adds: Addition | Any) -> Kinds:
+        """Return these kinds with additions in place of those of the same class; leave out what is false."""
+        by_class = {type(add).__name__: add for add in (*self.adds, *adds) if add}
+        return self._replace(adds=tuple(by_class[name] for name in sorted(by_class)))
+
+    def of(self, kind: type[A]) -> A | None:
+        """Return the addition of a class; None without."""
+        return next((add for add in self.adds if isinstance(add, kind)), None)

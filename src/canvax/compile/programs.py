@@ -20,20 +20,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from canvax.compile.abstract import abstract_of, on_each_device
+from canvax.compile.additions import DeepFeatures, Keeps
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import at_once
-from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, reference_encoder
+from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, Site
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
-from canvax.guidance import Guidance
+from canvax.guidance import PROMPT, columns_of, off
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.beside import ADAPTERS
-from canvax.models.controlled import encode_control
-from canvax.models.decode import decode_images, decode_packed, encode_images
-from canvax.models.denoiser import REFERENCES
+from canvax.models.decode import decode_images, decode_packed
 from canvax.models.networks import Networks
-from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_and_join
+from canvax.models.text import encode_and_join
 from canvax.originals import foreign, replaced
-from canvax.parallel.mesh import over_batch, padded_batch, replicated
+from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.quantize import compute_dtype
 from canvax.samplers.table import SLOTS
@@ -145,113 +144,69 @@ class Programs:
 
     def _wanted(self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds) -> dict[str, ProgramSpec]:
         networks, batch, places = self.networks, latents[0], kinds.places
-        factor, alone = networks.vae.factor, padded_batch(1, self.mesh)
-        pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
-        size = {"height": pixels[1], "width": pixels[2]}
-
-        def tiled(way: str) -> dict[str, Any]:
-            return {"tiled": True} if way == "tiled" else {}
-
+        site = Site(networks, self.mesh, latents, dtypes)
         text = replace(networks.text, places=places)
         inputs: tuple[Any, ...] = (
-            jax.tree.map(lambda leaf: self._batched((batch, *leaf.shape), leaf.dtype), text.inputs(kinds.lengths)),
+            jax.tree.map(lambda leaf: site.batched((batch, *leaf.shape), leaf.dtype), text.inputs(kinds.lengths)),
         )
         if places is not None:
-            inputs += (dict.fromkeys(text.names, self._batched((batch, places.count), jnp.float32)),)
+            inputs += (dict.fromkeys(text.names, site.batched((batch, places.count))),)
         encode, facts = partial(encode_and_join, cfg=text), {"batch": batch}
         programs = {"text encoder": ProgramSpec("text encoder", encode, text.names, inputs, places, facts)}
         if kinds.decoder:
-            decode = partial(decode_images, cfg=networks.vae, **tiled(kinds.decoder))
-            shape, facts = networks.packing.shape(latents), {"batch": batch, **size}
-            if shape != latents:
+            decode = partial(decode_images, cfg=networks.vae, **({"tiled": True} if kinds.decoder == "tiled" else {}))
+            if site.loop != latents:
                 decode = partial(decode_packed, packing=networks.packing, size=latents[1:3], **decode.keywords)
-            inputs = (self._batched(shape, jnp.float32),)
-            programs["decoder"] = ProgramSpec("decoder", decode, "vae", inputs, facts=facts)
-        image, facts = (self._batched(pixels, jnp.float32),), {"batch": alone, **size}
-        if kinds.image_encoder:
-            read = partial(encode_images, cfg=networks.vae, **tiled(kinds.image_encoder))
-            programs["image encoder"] = ProgramSpec("image encoder", read, "vae", image, facts=facts)
-        for height, width in kinds.references:
-            pixels = (self._batched((alone, height, width, 3), jnp.float32),)
-            facts = {"batch": alone, "height": height, "width": width}
-            read = partial(encode_images, cfg=networks.vae)
-            name = reference_encoder((height, width))
-            programs[name] = ProgramSpec("image encoder", read, "vae", pixels, facts=facts)
-        for guided in kinds.guided:
-            programs[DENOISERS[guided]] = self._denoiser(dtypes, latents, kinds, guided=guided, size=size)
-        for name, net in networks.controls:
-            if name in kinds.controls:
-                read = partial(encode_control, net=net)
-                programs[name] = ProgramSpec("control encoder", read, name, image, facts=facts)
-        return programs | self._image_prompts(kinds)
+            facts = {"batch": batch, **site.size}
+            programs["decoder"] = ProgramSpec("decoder", decode, "vae", (site.batched(site.loop),), facts=facts)
+        programs |= {DENOISERS[guided]: self._denoiser(site, kinds, guided=guided) for guided in kinds.guided}
+        return programs | {name: program for add in kinds.adds for name, program in add.programs(site).items()}
 
-    def _image_prompts(self, kinds: Kinds) -> dict[str, ProgramSpec]:
-        if not kinds.image_prompts and not kinds.sees:
-            return {}
-        from canvax.models.ip_adapter import encode_image_prompt, read_image_prompt  # which most calls never need
-
-        programs, alone = {}, padded_batch(1, self.mesh)
-        facts = {"batch": alone}
-        for kind in kinds.image_prompts:
-            read = partial(read_image_prompt, net=dict(self.networks.ip_adapters)[kind.component])
-            inputs = (self._batched((alone, *kind.reads), jnp.float32),)
-            programs[kind.component] = ProgramSpec("image prompt encoder", read, kind.component, inputs, facts=facts)
-        if kinds.sees:
-            net = self.networks.image_encoder
-            assert net is not None
-            inputs = (self._batched((alone, net.cfg.image_size, net.cfg.image_size, 3), jnp.float32),)
-            see = partial(encode_image_prompt, net=net)
-            programs[IMAGE_ENCODER] = ProgramSpec("image prompt encoder", see, IMAGE_ENCODER, inputs, facts=facts)
-        return programs
-
-    def _denoiser(
-        self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds, *, guided: bool, size: Mapping[str, int]
-    ) -> ProgramSpec:
-        networks, batch, sizes = self.networks, latents[0], self.networks.packing.sizes(latents[2])
-        denoiser = networks.denoiser_of(kinds.controls, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers)
-        loop = networks.packing.shape(latents)
-        guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
+    def _denoiser(self, site: Site, kinds: Kinds, *, guided: bool) -> ProgramSpec:
+        networks, loop, dtypes, batch = self.networks, site.loop, site.dtypes, site.latents[0]
+        guidance = kinds.guidance if guided else off(kinds.guidance)
+        denoiser = networks.denoiser_of(guidance.samples)
+        for add in kinds.adds:
+            denoiser = add.around(denoiser, networks)
         text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         reads = denoiser.inputs(loop, text, dtypes.__getitem__)
-        conditions = {**text, **reads.conditions, **dict.fromkeys(sizes, jax.ShapeDtypeStruct((batch,), jnp.int32))}
+        sizes = dict.fromkeys(networks.packing.sizes(site.latents[2]), jax.ShapeDtypeStruct((batch,), jnp.int32))
+        conditions = {**text, **reads.conditions, **sizes}
         if kinds.places is not None:
             conditions[ADAPTERS] = jax.ShapeDtypeStruct((batch, kinds.places.count), jnp.float32)
-        if kinds.references:
-            conditions[REFERENCES] = networks.references(batch, kinds.references)
-        if kinds.image_prompts:
-            conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, loop, dtypes.__getitem__)
-        prompts = (conditions,) * (1 + max(1, kinds.parts) if guided else 1)
+        for add in kinds.adds:
+            conditions |= add.conditions(site)
+        prompts = (conditions,) * (guided + guidance.samples.count(PROMPT))
         image = jax.ShapeDtypeStruct(loop, jnp.float32)
         flight = InFlight(
             jax.ShapeDtypeStruct((batch, SLOTS, *loop[1:]), jnp.float32),
             prompts,
             jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
-            Known(image, image, jax.ShapeDtypeStruct((batch,), jnp.bool_)) if kinds.known else None,
+            Known(image, image, jax.ShapeDtypeStruct((batch,), jnp.bool_)) if kinds.of(Keeps) else None,
         )
-        columns = {**reads.columns, **guidance.columns(len(prompts))}
+        columns = {**reads.columns, **columns_of(guidance)}
         rows = {name: (column.shape, column.dtype) for name, column in IDLE_ROWS.items()}
         rows |= {name: ((WINDOW, *column.shape), column.dtype) for name, column in columns.items()}
         shared = {"noisy": jax.ShapeDtypeStruct((), jnp.bool_), **reads.shared}
-        samples = batch * (len(prompts) + kinds.perturbs)
+        samples = batch * len(guidance.samples)
         memory = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((samples, *leaf.shape), leaf.dtype), reads.memory)
         inputs = StepInputs(
             self._split(flight),
-            {name: self._batched((batch, *shape), dtype) for name, (shape, dtype) in rows.items()},
+            {name: site.batched((batch, *shape), dtype) for name, (shape, dtype) in rows.items()},
             {name: self._whole((WINDOW, *column.shape), column.dtype) for name, column in shared.items()},
             self._one(),
             self._split(memory),
         )
         static: dict[str, Any] = {"denoiser": denoiser, "guidance": guidance, "places": kinds.places}
-        components = (denoiser.component, *kinds.controls) if kinds.controls else denoiser.component
-        facts = {"batch": batch, **size, "guided": guided, "reuse": kinds.deep_layers > 0}
+        further = tuple(name for add in kinds.adds for name in add.components)
+        components = (denoiser.component, *further) if further else denoiser.component
+        facts = {"batch": batch, **site.size, "guided": guided, "reuse": kinds.of(DeepFeatures) is not None}
         return ProgramSpec("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)
 
     def _split(self, shapes: Any) -> Any:
         """Shapes of arrays that are split over the batch."""
-        return jax.tree.map(lambda leaf: self._batched(leaf.shape, leaf.dtype), shapes)
-
-    def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=over_batch(self.mesh))
+        split = over_batch(self.mesh)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), shapes)
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from canvax.compile.kinds import DENOISERS, Compiled, LatentShape, Ready
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs
@@ -64,6 +65,70 @@ class ParkedImage(NamedTuple):
 
     flight: InFlight
     run: Run
+
+
+class Begun(NamedTuple):
+    """The state of images at their first rows, [B, ...] on the devices.
+
+    Attributes:
+        flight: all that a batch holds of them.
+        runs: of each slot.
+        later: prompts that replace those of all images from a row on.
+        deep: which rows compute the deep features.
+    """
+
+    flight: InFlight
+    runs: list[Run | None]
+    later: Mapping[int, Prompts] = MappingProxyType({})
+    deep: DeepPlan | None = None
+
+    def parked(self) -> dict[int, ParkedImage]:
+        """All images by slot. Needs all devices in this process."""
+        alone = len(self.runs) == 1  # nothing is cut out of its arrays, and they do not change
+        host, later = self.flight if alone else jax.device_get(self.flight), jax.device_get(dict(self.later))
+        parked = {}
+        for slot, run in enumerate(self.runs):
+            if run is not None:
+                flight = host if alone else _at(host, slot)
+                prompts = {row: _at(array, slot) for row, array in later.items()}
+                parked[slot] = ParkedImage(flight, replace(run, later=prompts or run.later))
+        return parked
+
+
+def begun(
+    packing: Packing,
+    split: NamedSharding,
+    latents: LatentShape,
+    noise: HostArray,
+    prompts: Prompts,
+    keys: HostArray,
+    tables: Sequence[SamplerTable],
+    deep: DeepPlan | None = None,
+    images: HostArray | None = None,
+    known: Known | None = None,
+    later: Mapping[int, Prompts] | None = None,
+    columns: Sequence[Mapping[str, HostArray]] | None = None,
+) -> Begun:
+    """Return the state of images that begin; arguments as for ``Batch`` and ``Batch.fill``."""
+
+    def placed(array: HostArray) -> Array:
+        return put(filled(array, latents[0]), split)
+
+    guided = len(prompts) > 1
+    runs = [
+        Run(table, guided_rows(table, guided=guided), columns=columns_of_image)
+        for table, columns_of_image in zip(tables, columns or [{}] * len(tables), strict=True)
+    ]
+    noise, images = packing.pack(noise), None if images is None else packing.pack(images)
+    state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
+    for i, table in enumerate(tables):
+        scaled = np.float32(table.init_scale)
+        state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
+    if known is not None:
+        mask = packing.pack(np.broadcast_to(known.mask, known.latents.shape))
+        known = Known(*map(placed, (mask, packing.pack(known.latents), known.graded)))
+    flight = InFlight(placed(state), prompts, placed(keys), known)
+    return Begun(flight, [*runs, *[None] * (latents[0] - len(runs))], later or {}, deep)
 
 
 class Batch:
@@ -124,22 +189,27 @@ class Batch:
             later: prompts that replace these from a row on; all images must then have the same table.
             columns: of each image, as in ``Run``.
         """
-        guided = len(prompts) > 1
-        runs = [
-            Run(table, guided_rows(table, guided=guided), columns=columns_of_image)
-            for table, columns_of_image in zip(tables, columns or [{}] * len(tables), strict=True)
-        ]
-        noise, images = self._packing.pack(noise), None if images is None else self._packing.pack(images)
-        state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
-        for i, table in enumerate(tables):
-            scaled = np.float32(table.init_scale)
-            state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
-        if known is not None:
-            mask = self._packing.pack(np.broadcast_to(known.mask, known.latents.shape))
-            known = Known(*map(self._put, (mask, self._packing.pack(known.latents), known.graded)))
-        self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
-        self._flight = InFlight(self._put(state), prompts, self._put(keys), known)
-        self._x, self._deep, self._memory, self._later = None, deep, None, later or {}
+        self.begin(
+            begun(
+                self._packing,
+                self._split,
+                self.latents,
+                noise,
+                prompts,
+                keys,
+                tables,
+                deep,
+                images,
+                known,
+                later,
+                columns,
+            )
+        )
+
+    def begin(self, state: Begun) -> None:
+        """As ``fill``, with the result of ``begun``."""
+        self._flight, self._runs, self._later, self._deep = state
+        self._x, self._memory = None, None
 
     def join(self, images: Mapping[int, ParkedImage]) -> None:
         """Put images into free slots while others are on their way. By way of the host, so that nothing compiles.
@@ -152,7 +222,9 @@ class Batch:
         """
         for slot in images:
             if self._runs[slot] is not None:
-                raise InputError("slot", slot, "holds an image", f"take it out first, or choose one of {self.free}")
+                raise InputError(
+                    "slot", "holds an image", cure=f"take it out first, or choose one of {self.free}", value=slot
+                )
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
         flights = {
@@ -169,18 +241,7 @@ class Batch:
 
     def carried(self) -> dict[int, ParkedImage]:
         """All images by slot, to go on in another batch; this one goes on, too. Needs all devices in this process."""
-        if self._flight is None:
-            return {}
-        alone = self.latents[0] == 1  # nothing is cut out of its arrays, and they do not change
-        host = self._flight if alone else jax.device_get(self._flight)
-        later = jax.device_get(dict(self._later))
-        taken = {}
-        for slot, run in enumerate(self._runs):
-            if run is not None:
-                flight = host if alone else _at(host, slot)
-                prompts = {row: _at(array, slot) for row, array in later.items()}
-                taken[slot] = ParkedImage(flight, replace(run, later=prompts or run.later))
-        return taken
+        return {} if self._flight is None else Begun(self._flight, self._runs, self._later).parked()
 
     def step(self, rows: int = 1) -> list[int]:
         """Run up to ``rows`` rows of every image that is not finished.
@@ -247,11 +308,6 @@ class Batch:
     def rows_left(self) -> int:
         """Rows of the image that has most of them to go."""
         return max((run.left for run in self._runs if run is not None), default=0)
-
-    @property
-    def rows_to_end(self) -> int:
-        """Rows until the next image finishes; 0 if none is on its way."""
-        return min((run.left for run in self._runs if run is not None and run.left), default=0)
 
     @property
     def samples(self) -> Array:

@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from canvax.denoise import WINDOW
+from canvax.guidance import OFF
 from canvax.samplers import SamplerTable
 
 
@@ -18,7 +19,7 @@ def guided_rows(table: SamplerTable, *, guided: bool = True) -> np.ndarray:
     A guidance scale of 1 is the conditional output itself, so that nothing else need be computed (Kynkaanniemi et al.
     2024); any other one, 0.5 too, needs both halves. Without ``guided`` none does.
     """
-    return np.logical_and(guided, table.guidance != 1)
+    return np.logical_and(guided, table.guidance != OFF)
 
 
 def segments(rows: np.ndarray) -> list[tuple[int, int]]:

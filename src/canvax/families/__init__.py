@@ -1,1 +1,1 @@
-"""Families of models: what a checkpoint of each holds, and what its denoiser is conditioned on."""
+"""Families of models: the contents of their checkpoints, and the conditions of their denoisers."""

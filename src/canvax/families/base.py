@@ -1,4 +1,4 @@
-"""A model without its weights: files, networks, tokenizers, schedule and defaults; and what families differ in."""
+"""A model without its weights (files, networks, tokenizers, schedule, defaults), and the record of a family."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from canvax.call import HIRES_STRENGTHS, OptionRecord
 from canvax.errors import CheckpointError, InputError, check_count, check_number, nearest
 from canvax.files import read_json
 from canvax.models.clip import ClipEncoder, clip_configs, clip_encoders
@@ -21,6 +22,7 @@ from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoder, TextEncoders
 from canvax.params import Params, Spec
 from canvax.samplers import NoiseSchedule, Scheduler, curve_label, find
+from canvax.settings import check_setting
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType, HostArray
@@ -30,19 +32,20 @@ from canvax.weights.formats import whole_name
 from canvax.weights.layouts import arrays_read, arrays_to_save, reads_parts_of_arrays
 from canvax.weights.load import Component
 from canvax.weights.rules import Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.save import narrowed, save_checkpoint
 
 TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
-"""The text encoders and their tokenizers."""
+"""Tokenizer of each text encoder."""
 
 CLASSES = {
     "unet": ("UNet2DConditionModel",),
     "vae": ("AutoencoderKL", "AutoencoderTiny"),
     FIRST: ("CLIPTextModel", "CLIPTextModelWithProjection"),
     "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "scheduler": (),
 }
-"""The classes that ``model_index.json`` may name for each component, without Flax in front."""
+"""Classes that ``model_index.json`` may name for each component, without the prefix Flax."""
 
 SECOND_PROMPTS = ("prompt_2", "negative_prompt_2")
 SIZES = (
@@ -51,43 +54,45 @@ SIZES = (
 )
 TARGET_SIZES = ("target_size", "negative_target_size")
 AESTHETICS = ("aesthetic_score", "negative_aesthetic_score")
-"""Options for SDXL, its base and its refiner, that other families have no use for."""
+"""Options of SDXL and its refiner that other families do not use."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a model works best with; the optional ``canvax.json`` beside its ``model_index.json`` says otherwise."""
+    """Recommended settings of a model; the optional ``canvax.json`` next to ``model_index.json`` overrides them."""
 
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
     examples: tuple[str, ...] = ()
-    """Prompts that it draws well; the page offers them."""
+    """Prompts that it draws well, for the page."""
+    hires_strength: float = HIRES_STRENGTHS["pixel"]
+    """Strength of a second pass over the enlarged image."""
 
 
 LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
-"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
+"""Defaults of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
 
 SizeConditions = Mapping[str, np.ndarray]
-"""Conditions of an image beside its texts, by the names of the denoiser's inputs, without [B]."""
+"""Conditions of an image besides its texts, by the names of the denoiser's inputs, without [B]."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of arrays by their names."""
+"""Shapes of arrays by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class SingleFile:
-    """The transformer of a family in a file of its own, as ComfyUI has it; other parts of the model are files, too.
+    """A family's transformer in a separate file, as in ComfyUI; the other parts of the model are files, too.
 
     Attributes:
-        marks: beginnings of names that the transformer of this family has and no other.
-        config: the transformer's config, from shapes of arrays under the names of diffusers. Raises ``KeyError`` or
-            ``IndexError`` for arrays that are missing, ``ValueError`` with the reason for other models.
-        configs: configs of the other parts, as far as their arrays do not tell them.
-        tokenizer: folder of the tokenizer for a text encoder that has none beside it.
-        stems: what the name of a file has in it if it is the base model, and if it is distilled; None: its arrays tell.
-        base: fields of the scheduler's config that tell the base model; without any, ``model_index.json`` does.
-        index: further fields of ``model_index.json``, or the function that reads them off the transformer's config.
-        unused: beginnings of names of arrays that it does not read.
+        marks: prefixes of names that only this family's transformer has.
+        config: returns the transformer's config from shapes of arrays under the names of diffusers. Raises ``KeyError``
+            or ``IndexError`` for missing arrays, ``ValueError`` with the reason for other models.
+        configs: fields of the other parts' configs that their arrays do not determine.
+        tokenizer: folder of the tokenizer for a text encoder without one next to it.
+        stems: parts of the names of files of the base model and of the distilled one; None if the arrays differ.
+        base: fields of the scheduler's config that mark the base model; if empty, ``model_index.json`` marks it.
+        index: further fields of ``model_index.json``, or a function that returns them for the transformer's config.
+        unused: prefixes of names of unused arrays.
     """
 
     marks: tuple[str, ...]
@@ -100,7 +105,7 @@ class SingleFile:
     unused: tuple[str, ...] = ()
 
     def is_distilled(self, stem: str) -> tuple[bool, str] | None:
-        """Return whether a model is distilled by its file's name, and how that is known; None: its arrays tell."""
+        """Return whether the file's name is that of a distilled model, with the evidence; None if its arrays decide."""
         if self.stems is None:
             return None
         base, distilled = (mark in stem.lower() for mark in self.stems)
@@ -123,34 +128,34 @@ def no_tokenizer(files: ModelFiles, encoder: TextEncoder) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """What models of one kind have in common: data, and the few functions that are not data.
+    """A kind of model: data, and a few functions.
 
     Attributes:
-        name: short, to tell families apart.
-        title: for people.
-        models: the models of it that canvax runs, if not all; for people.
-        pipelines: the classes that ``model_index.json`` names.
-        read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
-        tokenizer: the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
-        classes: of each component, in ``model_index.json``; the first of them for a model in single files.
-        index: fields of ``model_index.json`` that tell the family from others with the same pipelines.
-        defaults: of models that bring none.
-        distilled: those of models that were distilled to few steps; None where they do not differ.
-        is_distilled: whether a schedule is that of a distilled model, where the networks do not tell.
-        scheduler: the scheduler of a checkpoint from the config, where the config alone does not say it.
-        even_times: for ``NoiseSchedule.even_times``.
-        mu: the shift for the tokens of an image and the steps, where the scheduler's config does not say it.
-        guidance_off: the guidance scale without effect; others are counted from it.
-        names: the names that layers of the denoiser have elsewhere: in single files, in LoRAs.
-        stacks: the layers of the denoiser that diffusers stores as one.
-        single_file: the denoiser in a file of its own; None for families without such files.
-        unused_options: options that mean nothing to a model, and why.
-        size_conditions: conditions of the prompt and of the negative prompt beside the texts, for an image of a height
-            and a width and the options that were given.
-        zero_negative_embeds: whether no negative prompt means zeros in place of the features of an empty one, unless
-            ``model_index.json`` says otherwise.
-        is_refiner: whether the model only finishes images.
-        presets: the networks of published models, by the names that ``canvax plan`` takes.
+        name: short unique name.
+        title: display name.
+        models: display names of the supported models, if not all are.
+        pipelines: pipeline classes in ``model_index.json``.
+        read: returns the networks of a checkpoint, from configs only. Raises ``CheckpointError``.
+        tokenizer: returns the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
+        classes: classes of each component that is read, in ``model_index.json``; a model in single files has the first.
+        index: fields of ``model_index.json`` that distinguish it from families with the same pipelines.
+        defaults: defaults of models without their own.
+        distilled: defaults of models that were distilled to few steps; None if they are the same.
+        is_distilled: recognises the schedule of a distilled model; None if the networks determine it.
+        scheduler: returns the scheduler of a checkpoint, if its config alone does not determine it.
+        even_times: see ``NoiseSchedule.even_times``.
+        mu: returns the shift for the tokens of an image and the steps, if the scheduler's config does not determine it.
+        guidance_off: guidance scale without an effect: 1, or 0 for models that add guidance.
+        names: names of the denoiser's layers in single files and LoRAs.
+        stacks: layers of the denoiser that diffusers stores as one.
+        single_file: layout of files with only the denoiser; None for families without such files.
+        unused_options: options that a model does not use, with the reason.
+        size_conditions: returns further conditions of the prompt and the negative prompt, for height, width and
+            explicit options.
+        zero_negative_embeds: without a negative prompt, use zeros instead of the features of an empty prompt;
+            ``model_index.json`` may override it.
+        is_refiner: True for models that only finish images.
+        presets: networks of published models, by the names that ``canvax plan`` takes.
     """
 
     name: str
@@ -178,35 +183,35 @@ class Family:
     presets: dict[str, Networks] = field(default_factory=dict)
 
     def defaults_of(self, networks: Networks, schedule: NoiseSchedule | None = None) -> Defaults:
-        """Return the defaults of a model, as far as its networks and its schedule tell."""
+        """Return the defaults of a model, from its networks and its schedule."""
         distilled = networks.unguided or (schedule and self.is_distilled and self.is_distilled(schedule))
         defaults = self.distilled if distilled and self.distilled else self.defaults
         steps = len(schedule.run_times) if schedule else 0
         return replace(defaults, num_inference_steps=steps) if steps else defaults
 
     def guides(self, networks: Networks, scale: float) -> bool:
-        """Whether one prompt at a guidance scale also needs the negative prompt, which doubles the denoiser's batch."""
+        """Return whether a prompt at this guidance scale needs the negative prompt, which doubles the batch."""
         return scale > self.guidance_off and not networks.unguided
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Everything of a checkpoint but its weights.
+    """A checkpoint without its weights.
 
     Attributes:
-        files: where it came from.
-        family: what kind of model it is.
+        files: its files.
+        family: its family.
         networks: its networks.
         tokenizers: the tokenizer of each text encoder.
-        scheduler: the noise it was trained with and its own sampler.
-        defaults: steps and guidance when the caller names none.
-        dtype: name of the dtype its weights were loaded in.
-        quantize: to what its large weights were quantised, or None.
-        concepts: what a small model can generate; empty if its folder says nothing of it.
-        merged: adapters in the weights of its pipeline now, as metadata of images tells of them.
-        controls: the files of ``networks.controls``, in their order.
-        ip_adapters: those of ``networks.ip_adapters``, likewise.
-        image_encoder: those of ``networks.image_encoder``.
+        scheduler: noise schedule and default sampler.
+        defaults: default steps and guidance scale.
+        dtype: name of the dtype of its weights.
+        quantize: kind of quantisation of its large weights, or None.
+        concepts: concepts of a small model; empty for most models.
+        merged: adapters that are merged into the pipeline's weights, as in metadata of images.
+        controls: files of ``networks.controls``, in the same order.
+        ip_adapters: files of ``networks.ip_adapters``, in the same order.
+        image_encoder: files of ``networks.image_encoder``.
     """
 
     files: ModelFiles
@@ -225,27 +230,27 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The model as it was asked for."""
+        """The model's name as the caller wrote it."""
         return self.files.name
 
     @property
     def revision(self) -> str | None:
-        """The commit of a Hub checkpoint."""
+        """Commit of a Hub checkpoint."""
         return self.files.revision
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """What the checkpoint does not say, as arguments of ``canvax.load``: parts in place of its own, precision."""
+        """Changes to the checkpoint, as arguments of ``canvax.load``: replaced parts, precision."""
         return dict(self.files.overrides)
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Of a model in one file what was read off its arrays, and how that is known."""
+        """Properties of a model in one file that were inferred from its arrays, with the evidence."""
         return dict(self.files.reasons)
 
     @property
     def text(self) -> TextEncoders:
-        """Configs of the text encoders."""
+        """Configs of the CLIP text encoders."""
         return self.networks.text
 
     @property
@@ -269,7 +274,7 @@ class Model:
 
     @property
     def zero_negative_embeds(self) -> bool:
-        """Whether no negative prompt means zeros in place of the features of an empty one."""
+        """True if zeros replace the features of an empty negative prompt."""
         return self.family.zero_negative_embeds and index_flag(self.files, "force_zeros_for_empty_prompt", True)
 
     @property
@@ -279,12 +284,12 @@ class Model:
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """Declared parameters of each part that has weights, quantised as they are."""
+        """Declared parameters of each part with weights, quantised as loaded."""
         return self.networks.specs(self.quantize)
 
     @property
     def components(self) -> list[Component]:
-        """The parts that have weights."""
+        """Parts with weights."""
         return [
             Component(
                 name,
@@ -299,14 +304,14 @@ class Model:
     def size_conditions(
         self, height: int, width: int, options: Mapping[str, Any]
     ) -> tuple[SizeConditions, SizeConditions]:
-        """Return the conditions of an image beside its texts; ``options`` are those that were given."""
+        """Return the conditions of an image besides its texts; ``options`` are the explicit ones."""
         conditions = self.family.size_conditions
         return conditions(self, height, width, options) if conditions else ({}, {})
 
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:
-        """A name that samples the same again, and what other programs call it; the checkpoint's own sampler for None.
+        """Return a name that selects the same sampler again, and its name in other programs; None is the checkpoint's.
 
-        The class name stands where the plain name would imply other options than those that were used.
+        The class name is used if the plain name would imply other options.
         """
         if sampler is None:
             spec, implied = self.scheduler.spec, {}
@@ -327,11 +332,11 @@ class Model:
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
-        Networks that read control images or image prompts are left out: they are files of their own.
+        Networks that read control images or image prompts are separate files and are not written.
 
         Raises:
-            InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
-            CheckpointError: the files it was loaded from, of which layers that are not read are copied, are gone.
+            InputError: its weights are quantised, which that layout does not support, or the folder is not empty.
+            CheckpointError: unused layers are copied from the original files, which are missing.
         """
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
@@ -348,9 +353,12 @@ class Model:
             rest={part.name: self._unread(part, params, dtype) for part in self.components if part.name in names},
         )
 
-    def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
-        """Return what saving needs of a component's files: of a language model the layers that are not read, of the
-        autoencoder of a video all arrays, of which parts are read."""
+    def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:
+        """Return the further arrays that saving a component needs.
+
+        They are the unused layers of a language model, or all arrays of a video autoencoder, of which only parts are
+        used.
+        """
         copied, reads_all = reads_parts_of_arrays(self.networks, part.name), part.name in clip_configs(self.text)
         if not copied and (reads_all or part.name not in self.text.names):
             return []
@@ -358,7 +366,7 @@ class Model:
         read = set() if copied else {(entry.path, entry.segments) for entry in part.entries(entries)}
         dtype = np.dtype(jax.tree.leaves(params[part.name])[0].dtype if dtype is None else dtype)
         return [
-            Outgoing(
+            ArrayToSave(
                 entry.name if copied else whole_name(entry.name), entry.shape, dtype, partial(_as_dtype, entry, dtype)
             )
             for entry in entries
@@ -373,15 +381,15 @@ def _as_dtype(entry: Entry, dtype: DType) -> HostArray:
 def read_clip_unet_vae(
     files: ModelFiles, encoders: Sequence[str], faults_of: Callable[[Networks, ModelFiles], list[str]]
 ) -> Networks:
-    """The networks of a family of CLIP encoders, a UNet and a VAE; configs are all that is read.
+    """Return the networks of a family with CLIP encoders, a UNet and a VAE, from configs only.
 
     Args:
         files: the checkpoint.
         encoders: its text encoders, in the order of their features.
-        faults_of: what is wrong between components that are right by themselves.
+        faults_of: returns the inconsistencies between valid components.
 
     Raises:
-        CheckpointError: a component is missing or its config asks for what is not supported.
+        CheckpointError: a component is missing or its config is not supported.
     """
     wanted = [*encoders, *(TOKENIZERS[name] for name in encoders), "unet", "vae", "scheduler"]
     check_components(files, {name: CLASSES.get(name.removesuffix("_2"), ()) for name in wanted})
@@ -405,7 +413,10 @@ def read_clip_unet_vae(
 
 
 def read_clip_tokenizer(files: ModelFiles, encoder: TextEncoder) -> ClipTokenizer:
-    """The tokenizer of a CLIP encoder, every id of which has an embedding there: JAX would clamp others in silence."""
+    """Return the tokenizer of a CLIP encoder, checked against the encoder's embeddings.
+
+    JAX would silently clamp ids without an embedding.
+    """
     assert isinstance(encoder, ClipEncoder)
     tokenizer, size = ClipTokenizer.from_folder(files.folder(encoder.tokenizer)), encoder.cfg.vocab_size
     if tokenizer.largest >= size:
@@ -415,9 +426,9 @@ def read_clip_tokenizer(files: ModelFiles, encoder: TextEncoder) -> ClipTokenize
 
 
 def check_components(files: ModelFiles, classes: Mapping[str, Sequence[str]]) -> None:
-    """Refuse models without one of these components, or with classes that canvax does not compute.
+    """Refuse models that lack a component or have one of an unsupported class.
 
-    Weights of other classes might fit all the same. A component without ``classes`` may be of any.
+    Weights of other classes might fit nevertheless. A component without ``classes`` may have any class.
     """
     if missing := [name for name in classes if name not in files.components]:
         raise CheckpointError(f"{files}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
@@ -435,10 +446,10 @@ def check_components(files: ModelFiles, classes: Mapping[str, Sequence[str]]) ->
 
 
 def index_flag(files: ModelFiles, name: str, usual: bool) -> bool:
-    """Return a field of ``model_index.json`` that is true or false; null is what is usual.
+    """Return a boolean field of ``model_index.json``; ``usual`` replaces null.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it is not a boolean.
     """
     value = files.index.get(name)
     if not isinstance(value, bool | None):
@@ -450,7 +461,7 @@ Parsed = TypeVar("Parsed", bound=Config)
 
 
 def parsed(kind: type[Parsed], files: ModelFiles, name: str) -> Parsed:
-    """The config of a component; its errors name the model and the component."""
+    """Return the config of a component; its errors name the model and the component."""
     try:
         return kind.from_dict(files.config(name))
     except CheckpointError as error:
@@ -459,14 +470,17 @@ def parsed(kind: type[Parsed], files: ModelFiles, name: str) -> Parsed:
 
 
 def read_autoencoder(files: ModelFiles) -> AutoencoderConfig:
-    """The config of what makes images of latents."""
+    """Return the autoencoder's config."""
     config = files.config("vae")
     tiny = config.get("_class_name", files.components["vae"]) == "AutoencoderTiny"
     return parsed(TinyConfig if tiny else VaeConfig, files, "vae")
 
 
 def read_unet(files: ModelFiles) -> UNetConfig:
-    """The config of the UNet. Files from before diffusers 0.9 could say 32, its default then, for 64."""
+    """Return the UNet's config.
+
+    Files from before diffusers 0.9 may have a ``sample_size`` of 32, its default then, instead of 64.
+    """
     config = files.config("unet")
     unet = parsed(UNetConfig, files, "unet")
     version = re.match(r"0\.(\d+)", str(config.get("_diffusers_version", "")))
@@ -476,23 +490,24 @@ def read_unet(files: ModelFiles) -> UNetConfig:
 
 
 def read_defaults(path: Path, usual: Defaults) -> Defaults:
-    """``canvax.json``, if it is there.
+    """Return the defaults in ``canvax.json``, or ``usual`` if it does not exist.
 
     Raises:
-        CheckpointError: it holds something else than defaults.
+        CheckpointError: it contains anything else.
     """
     if not path.is_file():
         return usual
     try:
         values = read_json(path)
         for name in values.keys() - (known := {field.name for field in fields(usual)}):
-            raise InputError("name", name, "is none of them", nearest(name, sorted(known)))
+            raise InputError("name", "is none of them", cure=nearest(name, sorted(known)), value=name)
         defaults = replace(usual, **values)
         check_count("num_inference_steps", defaults.num_inference_steps)
         examples = tuple(values.get("examples", ()))
         if isinstance(values.get("examples"), str) or not all(isinstance(text, str) for text in examples):
-            raise InputError("examples", values["examples"], "is not a list of texts")
+            raise InputError("examples", "is not a list of texts", value=values["examples"])
         scale = check_number("guidance_scale", defaults.guidance_scale)
-        return replace(defaults, guidance_scale=scale, examples=examples)
+        strength = check_setting(OptionRecord, "hires_strength", defaults.hires_strength)
+        return replace(defaults, guidance_scale=scale, examples=examples, hires_strength=strength)
     except (ValueError, TypeError, InputError) as error:
         raise CheckpointError(f"{path}: not a list of defaults canvax knows: {error}") from error

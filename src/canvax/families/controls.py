@@ -1,4 +1,4 @@
-"""Networks that read control images beside a model: what they are, and whether they were made for its kind."""
+"""Networks for control images: reads them and checks that they were trained for the model's kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
-from canvax.families.base import Model
+from canvax.families.base import Model, Shapes
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control
 from canvax.models.controlnet import ControlNet
@@ -17,19 +17,17 @@ from canvax.weights.controlnet import ControlFiles, ControlKind, is_union
 from canvax.weights.formats import numbered
 from canvax.weights.identify import BASES
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 def component_name(index: int) -> str:
-    """The key in ``params`` of the network of this index, as diffusers names their folders."""
+    """Return the key in ``params`` of the network with this index, as diffusers names the folders."""
     return f"controlnet_{index}" if index else "controlnet"
 
 
 def control_of(name: str, kind: ControlKind, config: Mapping[str, Any], model: Model) -> Control:
-    """The network of a config, for a model.
+    """Return the network of a config, for a model.
 
     Raises:
-        CheckpointError: it was made for another kind of model, or its config asks for what is not supported.
+        CheckpointError: it is for another kind of model, or its config is not supported.
     """
     try:
         made: Control
@@ -54,13 +52,13 @@ def control_of(name: str, kind: ControlKind, config: Mapping[str, Any], model: M
 
 
 def _beside(name: str, net: ControlNet, model: Model) -> ControlNet:
-    """A ControlNet that was trained beside this UNet; what its config leaves out is as there."""
+    """Return a ControlNet that was trained for this UNet; fields missing from its config are the UNet's."""
     check_family(name, net.unet, model)
     return replace(net, unet=replace(net.unet, upcast_attention=model.unet.upcast_attention))
 
 
 def read_control(files: ControlFiles, model: Model) -> Control:
-    """The network of some files, whose arrays say what a config would where there is none.
+    """Return the network of these files; without a config, shapes of arrays determine it.
 
     Raises:
         CheckpointError: as ``control_of``.
@@ -75,10 +73,10 @@ def read_control(files: ControlFiles, model: Model) -> Control:
 
 
 def check_family(name: str, config: UNetConfig, model: Model) -> None:
-    """Refuse a ControlNet that was made from the UNet of another kind of model.
+    """Refuse a ControlNet of another kind of model's UNet.
 
     Raises:
-        CheckpointError: saying for which kind it was made, by its shapes.
+        CheckpointError: names the kind, which its shapes determine.
     """
     base = model.unet
 
@@ -95,7 +93,7 @@ def check_family(name: str, config: UNetConfig, model: Model) -> None:
     wanted["latents of"] = model.vae.latent_channels
     if got == wanted:
         return
-    apart = [f"{what} {got[what]} in place of {wanted[what]}" for what in got if got[what] != wanted[what]]
+    apart = [f"{name} {got[name]} in place of {wanted[name]}" for name in got if got[name] != wanted[name]]
     made = BASES.get(config.cross_attention_dim)
     kind = BASES.get(base.cross_attention_dim, "another kind")
     belongs = f"is a ControlNet for {made}" if made and made != kind else "is a ControlNet for another kind of model"
@@ -106,7 +104,7 @@ def check_family(name: str, config: UNetConfig, model: Model) -> None:
 
 
 def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
-    """The config of a ControlNet from its arrays; what they do not tell, such as heads, is as in the ``base``."""
+    """Return the config of a ControlNet from its arrays; other fields, such as heads, are those of ``base``."""
     levels = numbered(shapes, r"down_blocks\.(\d+)\.")
     widths = [shapes[f"down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
     depths = [numbered(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]
@@ -148,7 +146,7 @@ def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
 
 
 def _union_config(shapes: Shapes) -> dict[str, Any]:
-    """What a ControlNet-Union has beside it."""
+    """Return the further fields of a ControlNet-Union's config."""
     if "task_embedding" not in shapes:
         return {}
     types, width = shapes["task_embedding"]
@@ -162,7 +160,7 @@ def _union_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def adapter_config(shapes: Shapes) -> dict[str, Any]:
-    """The config of a T2I-Adapter from its arrays."""
+    """Return the config of a T2I-Adapter from its arrays."""
     count = numbered(shapes, r"adapter\.body\.(\d+)\.")
     resnets = numbered(shapes, r"adapter\.body\.0\.resnets\.(\d+)\.")
     if "adapter.conv_in.weight" in shapes:
@@ -171,7 +169,7 @@ def adapter_config(shapes: Shapes) -> dict[str, Any]:
     else:
         kind, inputs = LIGHT, shapes["adapter.body.0.in_conv.weight"][1]
         channels = [shapes[f"adapter.body.{i}.out_conv.weight"][0] for i in range(count - 1)]
-    # Squares of 8 x 8 pixels, or for SDXL of 16 x 16, of 3 channels or of 1.
+    # Squares of 8 x 8 pixels, or 16 x 16 for SDXL, with 3 channels or 1.
     sizes = {channels * side**2: (channels, side) for side in (8, 16) for channels in (3, 1)}
     if inputs not in sizes:
         raise ValueError(f"a first convolution of {' or '.join(map(str, sorted(sizes)))} channels")
@@ -181,5 +179,5 @@ def adapter_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def _one(values: list[int]) -> int | list[int]:
-    """One number where all are the same, as configs have it."""
+    """Return a single number if all are equal, as configs have it."""
     return values[0] if len(set(values)) == 1 else values

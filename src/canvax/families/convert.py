@@ -1,6 +1,6 @@
-"""From one form of a model to another: a folder in the diffusers layout, one file, PyTorch's pickles to safetensors.
+"""Converts models between forms: a folder in the diffusers layout, one file, PyTorch's pickles to safetensors.
 
-Arrays go from file to file as they are stored, one at a time; no device is used.
+Arrays are copied from file to file as they are stored, one at a time; no device is used.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from canvax.weights.location import Location, check_source, warn_unused_cache
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
 from canvax.weights.pickled import Pickled, read_pickled
-from canvax.weights.safetensors import Outgoing, write_safetensors
-from canvax.weights.save import narrowed, outgoing_of, writing
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
+from canvax.weights.save import arrays_of, narrowed, writing
 from canvax.weights.single_file import KINDS, as_read, single_arrays, single_metadata
 
 _ALIKE = {
     *("sample_size", "transformer_layers_per_block", "attention_head_dim", "num_attention_heads"),
     *("eos_token_id", "projection_dim"),
 }
-"""Fields of configs that may be written in several ways, or that specs say already."""
+"""Config fields that have several spellings or that specs determine."""
 
 
 def convert(
@@ -55,17 +55,17 @@ def convert(
     tokenizer: str | Path | None = None,
     **source: Any,
 ) -> Path:
-    """Write a model in another form; what is not cast is the same bits.
+    """Write a model in another form; without a cast, the bits are the same.
 
     Args:
-        model: a folder, a Hub id or one file of a whole model, or one of PyTorch's pickles with any tensors.
-        output: a name that ends in .safetensors for one file, else a folder in the diffusers layout. From a pickle
-            only .safetensors, with the names that the pickle has.
-        dtype: of the written arrays; their own by default.
+        model: a folder, a Hub id, one file of a whole model, or a PyTorch pickle with any tensors.
+        output: a name with the suffix .safetensors for one file, otherwise a folder in the diffusers layout. From a
+            pickle only .safetensors, with the pickle's names.
+        dtype: dtype of the written arrays; by default unchanged.
         overwrite: write into a folder that is not empty, or over a file.
-        vae: the autoencoder to use in place of the model's, or the one that a file lacks, as in ``canvax.load``.
-        text_encoder: the language model, in the same way.
-        tokenizer: the tokenizer of the language model, in the same way.
+        vae: autoencoder that replaces the model's, or that a file lacks, as in ``canvax.load``.
+        text_encoder: language model, as ``vae``.
+        tokenizer: tokenizer of the language model, as ``vae``.
         source: ``revision``, ``variant``, ``token``, ``cache_dir``, ``local_files_only`` and ``progress`` as in
             ``canvax.load``.
 
@@ -73,18 +73,18 @@ def convert(
         ``output``.
 
     Raises:
-        InputError: an argument cannot be used, or the model is one that the form cannot hold.
+        InputError: an argument is invalid, or the form does not support the model.
         CheckpointError: the model is missing, damaged or refused.
     """
     check_flag("overwrite", overwrite)
     dtype = None if dtype is None else parse_dtype(dtype)
     output, single = named_path("output", output), str(output).lower().endswith(".safetensors")
     if not single and output.suffix.lower() in PICKLES and not output.is_dir():
-        raise InputError("output", output, "is neither a folder nor a file that ends in .safetensors")
+        raise InputError("output", "is neither a folder nor a file that ends in .safetensors", value=output)
     if single and output.is_dir():
-        raise InputError("output", output, "is a folder", "choose another name")
+        raise InputError("output", "is a folder", cure="choose another name", value=output)
     if single and os.path.lexists(output) and not overwrite:
-        raise InputError("output", output, "exists already", "choose another name, or pass overwrite=True")
+        raise InputError("output", "exists already", cure="choose another name, or pass overwrite=True", value=output)
     check_writable("output", output.parent if single else output)
     known = ("revision", "variant", "token", "cache_dir", "local_files_only", "progress")
     check_source(source, "model", *known)
@@ -96,9 +96,9 @@ def convert(
         if not single:
             raise InputError(
                 "output",
-                output,
                 f"is a folder: {path.name} is read as a pickle, which becomes one file",
-                "name one ending in .safetensors",
+                cure="name one ending in .safetensors",
+                value=output,
             )
         return _from_pickle(path, output, dtype)
     files = overrides.apply(open_files(origin, accept=_of_a_family, given=overrides.parts), **source)
@@ -109,14 +109,14 @@ def convert(
     return _written(output, *_single(opened, params, output, dtype))
 
 
-def _written(output: Path, arrays: list[Outgoing], metadata: Mapping[str, str]) -> Path:
+def _written(output: Path, arrays: list[ArrayToSave], metadata: Mapping[str, str]) -> Path:
     with writing("output", output):
         write_safetensors(output, arrays, metadata)
     return output
 
 
 def _of_a_family(index: Mapping[str, Any]) -> None:
-    """A model of another kind is refused before anything of it is fetched."""
+    """Refuse an unsupported kind of model before downloading it."""
     family_of(index)
 
 
@@ -140,31 +140,33 @@ def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
     return output
 
 
-def _embedding(pickled: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
-    """An embedding of A1111's under the name that its safetensors files have; None for other files."""
+def _embedding(pickled: Pickled) -> tuple[list[ArrayToSave], dict[str, str]] | None:
+    """Return an embedding of A1111 under the name that its safetensors files have; None for other files."""
     vectors = [array for array in pickled.arrays if array.name.startswith("string_to_param.")]
     if len(vectors) != 1:
         return None
     return [dataclasses.replace(vectors[0], name="emb_params")], {"format": "pt", **pickled.texts}
 
 
-def _cast(array: Outgoing, dtype: DType | None) -> Outgoing:
+def _cast(array: ArrayToSave, dtype: DType | None) -> ArrayToSave:
     if dtype is None or array.dtype == dtype or array.dtype.kind not in "fV":
         return array
     return dataclasses.replace(array, dtype=np.dtype(dtype), get=lambda: narrowed(array.get(), dtype))
 
 
-def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> tuple[list[Outgoing], dict[str, str]]:
-    """All arrays of one file that is read as this very model."""
+def _single(
+    model: Model, params: Params, output: Path, dtype: DType | None
+) -> tuple[list[ArrayToSave], dict[str, str]]:
+    """Return all arrays of one file that reads back as the same model."""
     if not isinstance(model.networks.denoiser, UNetDenoiser):
         problem = f"is one file, which cannot hold {model.name}, a model of several files"
-        raise InputError("output", output, problem, "write a folder (a name without .safetensors)")
+        raise InputError("output", problem, cure="write a folder (a name without .safetensors)", value=output)
     config = model.files.config("scheduler")
     says = {
         "v_prediction": config.get("prediction_type") == "v_prediction",
         "zero_snr": bool(config.get("rescale_betas_zero_snr")),
     }
-    parts = {part.name: outgoing_of(part, params[part.name], dtype) for part in model.components}
+    parts = {part.name: arrays_of(part, params[part.name], dtype) for part in model.components}
     faults: list[str] = []
     for kind in KINDS:
         if kind.encoders.keys() != clip_configs(model.text).keys():
@@ -175,14 +177,14 @@ def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> 
             return arrays, single_metadata(kind, v_prediction=says["v_prediction"], inpaints=model.networks.inpaints)
     raise InputError(
         "output",
-        output,
         f"is one file, which cannot say what {model.name} is: {'; '.join(faults[:4])}",
-        "write a folder (a name without .safetensors)",
+        cure="write a folder (a name without .safetensors)",
+        value=output,
     )
 
 
 def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
-    """What reading the file would make of the model."""
+    """Return the differences of the model that reading the file would give."""
     for name, tokenizer in model.tokenizers.items():
         clip = ClipTokenizer.from_folder(single.folder(name.replace("text_encoder", "tokenizer")))
         if (tokenizer.backend.get_vocab(), tokenizer.pad) != (clip.backend.get_vocab(), clip.pad):
@@ -191,21 +193,21 @@ def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
         yield from _other_networks(model.networks, model.family.read(single))
     except CheckpointError as error:
         yield str(error)
-    ours, theirs = model.files.config("scheduler"), single.config("scheduler")
+    before, after = model.files.config("scheduler"), single.config("scheduler")
     for name in ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "prediction_type"):
-        if ours.get(name, theirs[name]) != theirs[name]:
-            yield f"scheduler: {name} is {ours[name]!r}, not {theirs[name]!r}"
+        if before.get(name, after[name]) != after[name]:
+            yield f"scheduler: {name} is {before[name]!r}, not {after[name]!r}"
 
 
-def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
+def _other_networks(before: Networks, after: Networks) -> Iterator[str]:
     specs, original = (
-        {name: dict(flatten(spec)) for name, spec in networks.specs().items()} for networks in (ours, theirs)
+        {name: dict(flatten(spec)) for name, spec in networks.specs().items()} for networks in (before, after)
     )
     for name, spec in specs.items():
         if spec != original[name]:
             yield f"{name}: its parameters are not those of this kind of model"
-    pairs = [("unet", ours.config, theirs.config), ("vae", ours.vae, theirs.vae)]
-    pairs += [(name, cfg, clip_configs(theirs.text)[name]) for name, cfg in clip_configs(ours.text).items()]
+    pairs = [("unet", before.config, after.config), ("vae", before.vae, after.vae)]
+    pairs += [(name, cfg, clip_configs(after.text)[name]) for name, cfg in clip_configs(before.text).items()]
     for name, our_cfg, other in pairs:
         for field in (field.name for field in dataclasses.fields(our_cfg)):
             if field not in _ALIKE and getattr(our_cfg, field) != getattr(other, field):

@@ -1,6 +1,6 @@
 """FLUX.2 klein: a language model read at three layers, a double-stream transformer and a VAE (Black Forest Labs 2026).
 
-``Flux2Transformer2DModel`` is that of FLUX.2 dev, too, whose text encoder is another one.
+FLUX.2 dev has the same ``Flux2Transformer2DModel``, but another text encoder, and is not supported.
 """
 
 from __future__ import annotations
@@ -49,37 +49,37 @@ def _parallel(first: str, last: str) -> list[Rule]:
     ]
 
 
-def _norms(theirs: str, ours: str) -> list[Rule]:
-    """Return the rules for queries and keys, whose weight is a scale for the authors and a weight for ComfyUI."""
-    pairs = [(f"{theirs}.norm.{part}_norm", f"{ours}_{part[0]}") for part in ("query", "key")]
-    return [Rule(f"{their}{end}", f"{our}{weight}") for their, our in pairs
+def _norms(external: str, internal: str) -> list[Rule]:
+    """Return the rules for normalisations of queries and keys; the authors call the weight scale, ComfyUI weight."""
+    pairs = [(f"{external}.norm.{part}_norm", f"{internal}_{part[0]}") for part in ("query", "key")]
+    return [Rule(f"{old}{end}", f"{new}{weight}") for old, new in pairs
             for end, weight in ((".scale", ".weight"), ("", ""))]  # fmt: skip
 
 
-def _stream(theirs: str, mlp: str, projections: tuple[str, ...], out: str, norm: str) -> list[Rule]:
+def _stream(external: str, mlp: str, projections: tuple[str, ...], out: str, norm: str) -> list[Rule]:
     """Return the rules for a stream of a double block."""
     double = "transformer_blocks.*"
     return [
-        Rule(f"{theirs}_mlp.2", f"{double}.{mlp}.down"),
-        Rule(f"{theirs}_mlp.0", (f"{double}.{mlp}.gate", f"{double}.{mlp}.up")),
-        Rule(f"{theirs}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
-        Rule(f"{theirs}_attn.proj", f"{double}.attn.{out}"),
-        *_norms(f"{theirs}_attn", f"{double}.attn.{norm}"),
+        Rule(f"{external}_mlp.2", f"{double}.{mlp}.down"),
+        Rule(f"{external}_mlp.0", (f"{double}.{mlp}.gate", f"{double}.{mlp}.up")),
+        Rule(f"{external}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
+        Rule(f"{external}_attn.proj", f"{double}.attn.{out}"),
+        *_norms(f"{external}_attn", f"{double}.attn.{norm}"),
     ]
 
 
 STACKS = (
     *(
-        Rule(f"transformer_blocks.*.{mlp}.{theirs}", ours)
+        Rule(f"transformer_blocks.*.{mlp}.{external}", internal)
         for mlp in ("ff", "ff_context")
-        for theirs, ours in (
+        for external, internal in (
             ("linear_in", (f"transformer_blocks.*.{mlp}.gate", f"transformer_blocks.*.{mlp}.up")),
             ("linear_out", f"transformer_blocks.*.{mlp}.down"),
         )
     ),
     *_parallel(f"{_SINGLE}.attn.to_qkv_mlp_proj", f"{_SINGLE}.attn.to_out"),
 )
-"""The layers of the transformer that diffusers stores as one."""
+"""Layers of the transformer that diffusers stores as one."""
 
 NAMES = (
     *STACKS,
@@ -88,8 +88,8 @@ NAMES = (
     Rule("final_layer.linear", "proj_out"),
     Rule("final_layer.adaLN_modulation.1", "norm_out.linear", "swapped halves"),
     *(
-        Rule(f"{kind}.{layer}", f"time_guidance_embed.{ours}.linear_{i}")
-        for kind, ours in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder"))
+        Rule(f"{kind}.{layer}", f"time_guidance_embed.{internal}.linear_{i}")
+        for kind, internal in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder"))
         for i, layer in enumerate(("in_layer", "out_layer"), 1)
     ),
     *(
@@ -103,11 +103,11 @@ NAMES = (
     *_parallel("single_blocks.*.linear1", "single_blocks.*.linear2"),
     *_norms("single_blocks.*", f"{_SINGLE}.attn.norm"),
 )
-"""The transformer as diffusers and as its authors and ComfyUI store it."""
+"""Names of the transformer in diffusers, and in its authors' code and ComfyUI."""
 
 
 def read(files: ModelFiles) -> Networks:
-    """The transformer reads three layers of the language model side by side; ``is_distilled`` is in the index."""
+    """Return the networks; the transformer reads three layers of the language model."""
     check_components(files, CLASSES)
     transformer, lm = parsed(Flux2Config, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     if transformer.guidance_embeds:
@@ -132,7 +132,7 @@ def _networks(transformer: Flux2Config, lm: DecoderConfig, vae: Flux2Autoencoder
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """The shift for an image: linear in its tokens for 10 steps and for 200, and between these linear in the steps."""
+    """Return the shift for an image: linear in its tokens for 10 and 200 steps, interpolated for other steps."""
     few, many = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
     return many if tokens > 4300 else many + (many - few) / 190 * (steps - 200)
 

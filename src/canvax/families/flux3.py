@@ -1,5 +1,7 @@
-"""FLUX.3 image klein, base and distilled: a language model read at eight layers, a transformer of three modes and the
-autoencoder of FLUX.2 (Black Forest Labs 2026)."""
+"""FLUX.3 image klein, base and distilled (Black Forest Labs 2026).
+
+It has a language model read at eight layers, a transformer of three modes and the autoencoder of FLUX.2.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ _BLOCKS = {
     "txt_mode_blocks.*": "txt_mode_blocks.*",
     "single_blocks.*": "single_transformer_blocks.*",
 }
-"""Blocks by the names of the authors, and by those of diffusers."""
+"""Names of the blocks by the authors, and by diffusers."""
 
 STACKS = tuple(
     rule
@@ -52,14 +54,14 @@ STACKS = tuple(
         Rule(f"{block}.ff.linear_out", f"{block}.ff.down"),
     )
 )
-"""The layers of the transformer that diffusers stores as one."""
+"""Layers of the transformer that diffusers stores as one."""
 
 NAMES = (
     *STACKS,
     *(
-        Rule(f"{theirs}.{layer}", ours)
-        for theirs, block in _BLOCKS.items()
-        for layer, ours in (
+        Rule(f"{external}.{layer}", internal)
+        for external, block in _BLOCKS.items()
+        for layer, internal in (
             *((f"{part}_proj", f"{block}.attn.to_{part}") for part in "qkv"),
             ("attn_out", f"{block}.attn.to_out.0"),
             ("mlp_in", (f"{block}.ff.gate", f"{block}.ff.up")),
@@ -77,19 +79,19 @@ NAMES = (
     ),
     *(Rule(f"emb_in.{mode}", f"x_embedders.{mode}") for mode in ("image", "image_cond")),
     *(
-        Rule(f"{theirs}.{layer}", f"{ours}.linear_{i}")
-        for theirs, ours in (("time_in", "timestep_embedder"), ("ref_time_in", "target_timestep_embedder"))
+        Rule(f"{external}.{layer}", f"{internal}.linear_{i}")
+        for external, internal in (("time_in", "timestep_embedder"), ("ref_time_in", "target_timestep_embedder"))
         for i, layer in enumerate(("in_layer", "out_layer"), 1)
     ),
     Rule("txt_in", "context_embedder"),
     Rule("final_layer.image.linear", "proj_out"),
     Rule("final_layer.image.adaLN_modulation.1", "norm_out.linear", "swapped halves"),
 )
-"""The transformer as diffusers and as its authors and ComfyUI store it."""
+"""Names of the transformer in diffusers, and in its authors' code and ComfyUI."""
 
 
 def read(files: ModelFiles) -> Networks:
-    """The transformer reads evenly spaced layers of the language model, as many as fit its input."""
+    """Return the networks; the transformer reads evenly spaced layers of the language model, to fill its input."""
     check_components(files, CLASSES)
     transformer, lm = parsed(Flux3Config, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     count, rest = divmod(transformer.joint_attention_dim, lm.hidden_size)

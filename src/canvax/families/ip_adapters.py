@@ -1,4 +1,4 @@
-"""IP-Adapters beside a model: what they are, and whether they were made for its kind."""
+"""IP-Adapters: reads them and checks that they were trained for the model's kind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from canvax.weights.ip_adapter import FULL_TOKENS, count_layers, read_ip_adapter
 
 
 def component_name(index: int) -> str:
-    """The key in ``params`` of the adapter of this index."""
+    """Return the key in ``params`` of the adapter with this index."""
     return f"ip_adapter_{index}" if index else "ip_adapter"
 
 
 def ip_adapter_of(files: NetworkFiles, model: Model) -> IPAdapter:
-    """The adapter of some files, for a model.
+    """Return the adapter of these files, for a model.
 
     Raises:
         CheckpointError: it was made for another kind of model.
@@ -41,7 +41,7 @@ def ip_adapter_of(files: NetworkFiles, model: Model) -> IPAdapter:
 
 
 def with_encoder(adapter: IPAdapter, cfg: ClipVisionConfig | None) -> IPAdapter:
-    """The adapter beside an encoder, whose patches are the tokens of the kind that reads all of them."""
+    """Return the adapter for an encoder, whose number of patches is the number of tokens of the kind that reads all."""
     if adapter.kind != "full":
         return adapter
     return replace(adapter, tokens=cfg.tokens if cfg else FULL_TOKENS)

@@ -1,4 +1,4 @@
-"""The families that canvax knows, and what is derived from all of them."""
+"""The families that canvax supports, and the tables derived from them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from canvax.families.z_image import Z_IMAGE
 from canvax.models.networks import Networks
 
 FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX2, FLUX3, KREA2, QWEN_IMAGE)
-"""The first that fits a checkpoint is the checkpoint's family."""
+"""The first family that matches a checkpoint is the checkpoint's."""
 
 MODELS = ", ".join(dict.fromkeys(family.models or family.title for family in FAMILIES))
-"""What canvax runs, for people."""
+"""Display names of the supported models."""
 
 PRESETS: dict[str, Networks] = {name: net for family in FAMILIES for name, net in family.presets.items()}
-"""The published models by name: what can be planned, measured or initialised without a checkpoint."""
+"""Published models by name, for planning, measuring or initialising without a checkpoint."""
 
 AUTOENCODERS = tuple(dict.fromkeys(kind for family in FAMILIES for kind in family.classes.get("vae", ())))
-"""Their classes."""
+"""Classes of autoencoders."""
+
+
+def component_names() -> tuple[str, ...]:
+    """Return the components that models of some family have, which are read where ``model_index.json`` names them."""
+    return tuple(dict.fromkeys(name for family in FAMILIES for name in family.classes))
 
 
 def family_of(index: Mapping[str, Any]) -> Family:

@@ -53,13 +53,13 @@ NAMES = (
     Rule("last.norm.scale", "final_layer.norm.weight"),
     Rule("last.modulation.lin", "final_layer.scale_shift_table"),
     *(
-        Rule(f"{blocks}.*.{theirs}", f"{our_blocks}.*.{ours}", "six rows in one" if theirs == "mod.lin" else "")
+        Rule(f"{blocks}.*.{external}", f"{our_blocks}.*.{internal}", "six rows in one" if external == "mod.lin" else "")
         for blocks, our_blocks in (
             ("blocks", "transformer_blocks"),
             ("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),
             ("txtfusion.refiner_blocks", "text_fusion.refiner_blocks"),
         )
-        for theirs, ours in (
+        for external, internal in (
             *((f"attn.w{part}", f"attn.to_{part}") for part in "qkv"),
             ("attn.wo", "attn.to_out.0"),
             ("attn.gate", "attn.to_gate"),
@@ -72,11 +72,11 @@ NAMES = (
         )
     ),
 )
-"""The transformer as its authors and ComfyUI store it."""
+"""Names of the transformer in its authors' code and ComfyUI."""
 
 
 def read(files: ModelFiles) -> Networks:
-    """The transformer reads layers of the language model that the index names, side by side."""
+    """Return the networks; the transformer reads the layers of the language model that the index names."""
     check_components(files, CLASSES)
     transformer, lm = parsed(Krea2Config, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     vae = WanAutoencoder(parsed(WanVaeConfig, files, "vae"))
@@ -103,14 +103,14 @@ def _networks(transformer: Krea2Config, lm: DecoderConfig, vae: WanAutoencoder, 
 
 
 def _is_rising(taps: object, layers: int) -> bool:
-    """Whether these are numbers of layers that have features before the last normalisation, each larger than before."""
+    """Return whether these are ascending indices of layers before the final normalisation."""
     if not isinstance(taps, list | tuple) or not all(type(tap) is int for tap in taps):
         return False
     return bool(taps) and list(taps) == sorted(set(taps)) and taps[0] >= 0 and 0 < taps[-1] < layers
 
 
 def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
-    """Return the scheduler of a config; the shift of Turbo is that of one size, whatever the size."""
+    """Return the scheduler of a config; Turbo's shift is the same for all sizes."""
     scheduler = from_scheduler_config(config)
     if not (schedule := scheduler.schedule).size_shift or not files.index.get("is_distilled"):
         return scheduler
@@ -139,7 +139,7 @@ def _config(shapes: Shapes) -> dict[str, Any]:
         "num_text_layers": shapes["text_fusion.projector.weight"][-1],
         "num_layerwise_text_blocks": numbered(shapes, r"text_fusion\.layerwise_blocks\.(\d+)\."),
         "num_refiner_text_blocks": numbered(shapes, r"text_fusion\.refiner_blocks\.(\d+)\."),
-        "axes_dims_rope": [head // 4, head // 8 * 3, head // 8 * 3],  # 32, 48 and 48 of the released models
+        "axes_dims_rope": [head // 4, head // 8 * 3, head // 8 * 3],  # 32, 48 and 48 in the released models
         "rope_theta": 1000.0,
         "norm_eps": 1e-5,
     }

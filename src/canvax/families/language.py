@@ -1,4 +1,4 @@
-"""What families whose text encoder is a language model share."""
+"""Shared parts of families whose text encoder is a language model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvax.weights.files import ModelFiles
 NO_OPTIONS_OF_SDXL = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
 
 TOKENIZER = Path(__file__).parent.parent / "assets" / "qwen" / "tokenizer"
-"""The tokenizer of Qwen3, which Qwen3-VL shares."""
+"""Folder of Qwen3's tokenizer, which Qwen3-VL shares."""
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -29,7 +29,7 @@ QWEN3 = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
-"""What the arrays of a Qwen3 do not tell."""
+"""Config fields that the arrays of a Qwen3 do not determine."""
 
 QWEN3_VL = {
     "architectures": ["Qwen3VLModel"],
@@ -51,18 +51,18 @@ QWEN3_VL = {
         "out_hidden_size": 2560, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
     },
 }  # fmt: skip
-"""What the arrays of a Qwen3-VL-4B do not tell."""
+"""Config fields that the arrays of a Qwen3-VL-4B do not determine."""
 
 QWEN3_4B = DecoderConfig(head_dim=128)
 QWEN3_VL_4B = DecoderConfig(model_type="qwen3_vl_text", head_dim=128, rope_theta=5e6)
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
 SHIFT_BY_SIZE = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256}
-"""Fields of configs of schedulers."""
+"""Fields of scheduler configs."""
 
 
 def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str, empty: str = "") -> ChatTokenizer:
-    """The tokenizer of a language model, every id of which has an embedding there."""
+    """Return the tokenizer of a language model, after checking that the model has an embedding for every id."""
     assert isinstance(encoder, LanguageModel)
     tokenizer, size = ChatTokenizer.from_folder(files.folder(encoder.tokenizer), template), encoder.cfg.vocab_size
     if tokenizer.largest >= size:
@@ -73,7 +73,7 @@ def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str, 
 
 
 def read_padding_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) -> ChatTokenizer:
-    """The tokenizer of a model that reads padding, so that the token of it matters."""
+    """Return the tokenizer of a model that reads padding, whose padding token must be known."""
     tokenizer = read_chat_tokenizer(files, encoder, template)
     path = files.folder(encoder.tokenizer) / "tokenizer_config.json"
     pad = read_json(path).get("pad_token") if path.is_file() else None
@@ -85,7 +85,7 @@ def read_padding_tokenizer(files: ModelFiles, encoder: TextEncoder, template: st
 
 
 def check_fit(files: ModelFiles, *, latents: tuple[int, int], text: tuple[int, int]) -> None:
-    """Check what a transformer reads against what the other components give: channels of latents, widths of text.
+    """Check the transformer's inputs against the other components: channels of latents, widths of text.
 
     Raises:
         CheckpointError: they differ; names both numbers.

@@ -1,4 +1,4 @@
-"""The models of a folder of models, and the files that go with a transformer in a file of its own."""
+"""The models in the folder of models, and the files that complete a transformer in a separate file."""
 
 from __future__ import annotations
 
@@ -12,24 +12,33 @@ from typing import NamedTuple
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
-from canvax.weights.entries import PICKLES, pickle_refused
+from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import open_weights
-from canvax.weights.identify import AUTOENCODER, LANGUAGE_MODEL, MODEL, TRANSFORMER, FileKind, Found, inspect, listing
+from canvax.weights.identify import (
+    AUTOENCODER,
+    LANGUAGE_MODEL,
+    MODEL,
+    TRANSFORMER,
+    FileKind,
+    FileReport,
+    inspect,
+    listing,
+)
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
 
 _PARTS: Mapping[str, FileKind] = {"text_encoder": LANGUAGE_MODEL, "vae": AUTOENCODER}
 _OF_TRANSFORMERS = ("diffusion_models", "unet")
-"""Folders of ComfyUI for transformers; the folders of the other parts are next to them."""
+"""ComfyUI's folders for transformers; the folders of the other parts are next to them."""
 
 
 class LocalModels(NamedTuple):
-    """The folder of models.
+    """Contents of the folder of models.
 
     Attributes:
-        models: whole models, and transformers whose other parts are there, by name.
-        left_out: files that cannot be used, by name with its ending, with the reason and the cure.
+        models: whole models, and transformers with all other parts, by name.
+        left_out: unusable files, by name with suffix, with the reason and the cure.
     """
 
     models: dict[str, Path]
@@ -37,7 +46,7 @@ class LocalModels(NamedTuple):
 
 
 def local_models() -> LocalModels:
-    """Return the models of the folder of models, and the files in it that cannot be used; from headers alone."""
+    """Return the models of the folder of models, and its unusable files; only headers are read."""
     parts = files()
     faults = {part.path: fault for part in parts if (fault := fault_of(part, parts))}
     names = by_name([part.path for part in parts])
@@ -52,8 +61,20 @@ def local_models() -> LocalModels:
     return LocalModels(models, {name: faults[path] for name, path in left_out.items()})
 
 
-def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:
-    """Say why a file cannot be used, with the cure; "" for usable files and images. ``near`` is as in ``completed``."""
+def byte_count(model: Path) -> int:
+    """Return the bytes of a model's files, with those that complete a transformer."""
+    parts = completed(Overrides(), Location(model)).parts
+    paths = [model, *(path for part in parts.values() if (path := Location(part).local()))]
+    return sum(
+        file.stat().st_size
+        for path in paths
+        for file in ([path] if path.is_file() else path.rglob("*"))
+        if file.suffix.lower() in WEIGHTS
+    )
+
+
+def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
+    """Return why a file cannot be used, with the cure; "" for usable files and images. ``near``: see ``completed``."""
     if part.path.suffix.lower() in PICKLES:
         return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
@@ -62,24 +83,24 @@ def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:
                 return ""
         return f"the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
     if part.kind is None:
-        cure = ": copy or download it again" if part.what == "damaged" else ""
-        return "" if part.what == "an image" else f"{part.what} {part.family}".rstrip() + cure
+        cure = ": copy or download it again" if part.kind_name == "damaged" else ""
+        return "" if part.kind_name == "an image" else f"{part.kind_name} {part.family}".rstrip() + cure
     return "" if part.kind.flag else f"{part.kind.name}: {part.kind.cure}"
 
 
-def completed(overrides: Overrides, location: Location, near: Sequence[Found] | None = None) -> Overrides:
-    """Add the text encoder and the autoencoder that a transformer in a file of its own lacks.
+def completed(overrides: Overrides, location: Location, near: Sequence[FileReport] | None = None) -> Overrides:
+    """Add the text encoder and the autoencoder that a transformer in a separate file lacks.
 
-    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Of several
-    files that fit, the first by name is taken. ``Overrides.reasons`` says which.
+    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Among
+    suitable files, the first by name is used. ``Overrides.reasons`` records the choice.
 
     Args:
-        overrides: the parts that the caller names.
-        location: the model.
+        overrides: parts named by the caller.
+        location: location of the model.
         near: the files to search, if the caller has listed them already.
 
     Returns:
-        The overrides; unchanged for other models and where no file fits.
+        The overrides; unchanged for other models and if no file is suitable.
     """
     missing = [name for name in _PARTS if name not in overrides.parts]
     path = location.local() if missing else None
@@ -89,20 +110,20 @@ def completed(overrides: Overrides, location: Location, near: Sequence[Found] | 
     names = {path: name for name, path in by_name([part.path for part in near]).items()}
     choices = [[each.path for each in near if each.kind is _PARTS[name]] for name in missing]
     for paths in product(*choices):
-        found = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
-        reasons = {name: f"{part}, the first file that fits" for name, part in found.items()}
-        chosen = replace(overrides, **found, reasons=reasons)
+        parts = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
+        reasons = {name: f"{part}, the first file that fits" for name, part in parts.items()}
+        chosen = replace(overrides, **parts, reasons=reasons)
         with suppress(CheckpointError, InputError):
             opened = chosen.apply(open_files(location, given=chosen.parts, weights=False))
             read_networks(opened)
             of_vision = "vision_config" in opened.configs["text_encoder"]
-            if "text_encoder" not in found or _reads_images(paths[missing.index("text_encoder")]) == of_vision:
+            if "text_encoder" not in parts or _reads_images(paths[missing.index("text_encoder")]) == of_vision:
                 return chosen
     return overrides
 
 
-def _around(path: Path) -> Iterator[Found]:
-    """Yield what lies in the folder of models, or in ComfyUI's folders around a transformer."""
+def _around(path: Path) -> Iterator[FileReport]:
+    """Yield the files in the folder of models, or in ComfyUI's folders around a transformer."""
     if data_folder() is not None:
         yield from files()
     elif (place := next((each for each in path.parents if each.name in _OF_TRANSFORMERS), None)) is not None:
@@ -110,5 +131,8 @@ def _around(path: Path) -> Iterator[Found]:
 
 
 def _reads_images(path: Path) -> bool:
-    """Whether a language model is one of vision, whose text layers have other weights: by its tower, or its name."""
+    """Return whether a language model has a vision tower, by its arrays or its name.
+
+    The text layers of these models have other weights.
+    """
     return "vl" in path.stem.lower() or any("visual." in entry.name for entry in open_weights(path, plain_names=False))

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a ``canvax.families.base.Model``; no weights are read."""
+"""Reads the configs of a checkpoint as a ``canvax.families.base.Model``; no weights are read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from canvax.types import DType
 from canvax.weights.files import ModelFiles
 
 PASSED_OVER = ("safety_checker", "feature_extractor", "image_encoder")
-"""Components of a checkpoint that change no image unless they are asked for."""
+"""Components of a checkpoint that do not affect images by default."""
 
 
 class Parts(NamedTuple):
-    """What configs alone tell of a checkpoint.
+    """Facts about a checkpoint from its configs.
 
     Attributes:
-        family: what kind of model it is.
+        family: its family.
         networks: its networks.
-        scheduler: the noise that it was trained with, and its sampler.
-        defaults: steps and guidance of a call that names none.
+        scheduler: noise schedule and default sampler.
+        defaults: default steps and guidance scale.
     """
 
     family: Family
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
 
 def _scheduler_config(files: ModelFiles) -> dict[str, Any]:
-    """The scheduler's config, of the class that ``model_index.json`` names, which is the one that diffusers makes."""
+    """Return the scheduler's config, with the class that ``model_index.json`` names, as in diffusers."""
     config, name = files.config("scheduler"), files.components["scheduler"]
     if name not in KNOWN_CLASSES:
         raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(KNOWN_CLASSES))}")
@@ -59,7 +59,7 @@ def read_parts(files: ModelFiles) -> Parts:
     """Read the configs of a checkpoint.
 
     Raises:
-        CheckpointError: a component is missing or its config asks for what is not supported.
+        CheckpointError: a component is missing or its config is not supported.
     """
     family = family_of(files.index)
     networks = family.read(files)
@@ -79,23 +79,23 @@ def _read_scheduler(family: Family, files: ModelFiles, networks: Networks) -> Sc
 
 
 def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> None:
-    """Check that the schedule is that of a flow, if the denoiser gives the velocity of one.
+    """Check that the schedule is that of a flow if the denoiser predicts the velocity of a flow.
 
     Raises:
-        InputError: an argument of the caller says otherwise.
-        CheckpointError: the checkpoint does.
+        InputError: an argument of the caller contradicts this.
+        CheckpointError: the checkpoint contradicts this.
     """
     kind, schedule = networks.prediction, scheduler.schedule
-    if kind != "flow_prediction":  # what a UNet predicts its scheduler alone says
+    if kind != "flow_prediction":  # only its scheduler names a UNet's prediction type
         return
     if files.overrides.get("prediction_type", kind) != kind:
         problem = f"does not go with {files.name}, a flow model"
-        raise InputError("prediction_type", files.overrides["prediction_type"], problem, "leave it out")
+        raise InputError("prediction_type", problem, cure="leave it out", value=files.overrides["prediction_type"])
     if not schedule.is_flow:
         name, flow = _scheduler_config(files)["_class_name"], "FlowMatchEulerDiscreteScheduler"
         problem = f"is for models that predict {schedule.prediction_type}, and {files.name} is a flow model"
         if "scheduler" in files.overrides:
-            raise InputError("scheduler", name, problem, f"leave it out, or take {flow}")
+            raise InputError("scheduler", problem, cure=f"leave it out, or take {flow}", value=name)
         raise CheckpointError(
             f"{files}: its scheduler, {name}, {problem}; load it with scheduler={{'_class_name': {flow!r}}}"
         )

@@ -26,7 +26,7 @@ from canvax.weights.files import ModelFiles
 
 
 def read(files: ModelFiles) -> Networks:
-    """Its UNet is conditioned on the prompt alone."""
+    """Return the networks; the UNet is conditioned only on the prompt."""
     return read_clip_unet_vae(files, [FIRST], _faults)
 
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion XL and its refiner: conditioned on sizes and a crop too (Podell et al. 2023, section 2.2)."""
+"""Stable Diffusion XL and its refiner, also conditioned on sizes and a crop (Podell et al. 2023, section 2.2)."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from canvax.samplers import Scheduler, from_scheduler_config, stable_diffusion_c
 from canvax.weights.files import ModelFiles
 
 _REFINES = "requires_aesthetics_score"
-"""Field of ``model_index.json`` that tells a refiner."""
+"""Field of ``model_index.json`` that marks a refiner."""
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
 
 
 def read(files: ModelFiles) -> Networks:
-    """Two CLIP text encoders, the second with a pooled output; the refiner has the second alone."""
+    """Return the networks: two CLIP text encoders, the second with a pooled output; the refiner has only the second."""
     both = {FIRST, TOKENIZERS[FIRST]} & files.components.keys()
     return read_clip_unet_vae(files, [FIRST, SECOND] if both else [SECOND], _faults)
 
 
 def _faults(networks: Networks, files: ModelFiles) -> list[str]:
-    index_flag(files, "force_zeros_for_empty_prompt", True)  # refuses another value than true and false
+    index_flag(files, "force_zeros_for_empty_prompt", True)  # refuses other values than true and false
     kind, second = networks.config.addition_embed_type, clip_configs(networks.text).get(SECOND)
     if kind is None or second is None:
         return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
@@ -73,9 +73,9 @@ def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
 def _size_conditions(
     model: Model, height: int, width: int, options: Mapping[str, Any]
 ) -> tuple[SizeConditions, SizeConditions]:
-    """Original size, crop and target size; a refiner takes an aesthetic score in place of the last.
+    """Return original size, crop and target size; a refiner has an aesthetic score instead of the target size.
 
-    A negative one that is left out is as the other.
+    Negative values default to the positive ones.
     """
     size = (height, width)
     original, crop = options.get("original_size", size), options.get("crops_coords_top_left", (0, 0))
@@ -101,7 +101,7 @@ SDXL = Family(
     ),
     read=read,
     tokenizer=read_clip_tokenizer,
-    classes=CLASSES,
+    classes=CLASSES | {SECOND: CLASSES[FIRST], TOKENIZERS[SECOND]: CLASSES[TOKENIZERS[FIRST]]},
     defaults=Defaults(guidance_scale=5.0),
     distilled=LATENT_CONSISTENCY,
     scheduler=_scheduler,
@@ -118,4 +118,4 @@ SDXL_REFINER = replace(
     is_refiner=True,
     presets={"sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2))},
 )
-"""It is conditioned on an aesthetic score in place of a target size."""
+"""Refiner, conditioned on an aesthetic score instead of a target size."""

@@ -34,15 +34,15 @@ CLASSES = {
 }
 
 LARGEST_TURBO_SHIFT = 4.0
-"""Turbo is shifted by 3 and the base model by 6; nothing else in their files differs."""
+"""Turbo has a shift of 3 and the base model of 6; their files do not differ otherwise."""
 
 NAMES = (
     Rule("x_embedder", "all_x_embedder.2-1"),
     Rule("final_layer", "all_final_layer.2-1"),
     *(
-        Rule(f"{blocks}.*.attention.{theirs}", ours)
+        Rule(f"{blocks}.*.attention.{external}", internal)
         for blocks in ("layers", "noise_refiner", "context_refiner")
-        for theirs, ours in (
+        for external, internal in (
             ("qkv", tuple(f"{blocks}.*.attention.to_{part}" for part in "qkv")),
             ("out", f"{blocks}.*.attention.to_out.0"),
             ("q_norm", f"{blocks}.*.attention.norm_q"),
@@ -50,11 +50,11 @@ NAMES = (
         )
     ),
 )
-"""The transformer as its authors and ComfyUI store it, with queries, keys and values as one array."""
+"""Names of the transformer in its authors' code and ComfyUI, with queries, keys and values as one array."""
 
 
 def read(files: ModelFiles) -> Networks:
-    """The transformer reads the last but one of the states that the language model gives."""
+    """Return the networks; the transformer reads the language model's last state but one."""
     check_components(files, CLASSES)
     transformer, lm = parsed(ZImageConfig, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     vae = read_autoencoder(files)
@@ -76,7 +76,7 @@ def _is_turbo(schedule: NoiseSchedule) -> bool:
 def _config(shapes: Shapes) -> dict[str, Any]:
     width, features = shapes["all_x_embedder.2-1.weight"]
     head = shapes["layers.0.attention.norm_q.weight"][0]
-    axes = [head // 4, head // 8 * 3, head // 8 * 3]  # 32, 48 and 48 of the 128 channels of the released models
+    axes = [head // 4, head // 8 * 3, head // 8 * 3]  # 32, 48 and 48 of 128 channels in the released models
     return {
         "_class_name": "ZImageTransformer2DModel",
         "in_channels": features // 4,
@@ -111,7 +111,7 @@ _VAE = {
     "force_upcast": True,
     "sample_size": 1024,
 }
-"""The autoencoder of FLUX.1."""
+"""Config of FLUX.1's autoencoder."""
 
 Z_IMAGE = Family(
     name="z-image",

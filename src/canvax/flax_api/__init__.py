@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Explains unknown names in the error."""
+    """Explain unknown names in the error."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise no_such_name(__name__, name, answer(name, FLAX, __all__, "in canvax.flax_api", FLAX_PAGE))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.compile.additions import ReadsControls, ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
@@ -87,7 +88,7 @@ class FlaxPipeline:
         return summary(self, type(self).__name__)
 
     def __getattr__(self, name: str) -> Any:
-        """Explains, in the error, attributes of the original pipelines that do not exist here."""
+        """Explain, in the error, attributes of the original pipelines that do not exist here."""
         if name == "_generate":
             raise AttributeError(f"{name}: with images there is none to trace: call the pipeline ({FLAX_PAGE})")
         if name.startswith("_"):
@@ -137,7 +138,7 @@ class FlaxPipeline:
         return name
 
     def save_pretrained(self, save_directory: str | Path, params: Params, *, overwrite: bool = False) -> Path:
-        """Writes the model in the diffusers layout.
+        """Write the model in the diffusers layout.
 
         Args:
             save_directory: the folder; it must be empty unless ``overwrite``.
@@ -169,7 +170,7 @@ class FlaxPipeline:
         local_files_only: bool = False,
         progress: bool = True,
     ) -> tuple[Self, Params]:
-        """Loads a pipeline; returns it and its parameters in host memory, with the scheduler state as ``"scheduler"``.
+        """Load a pipeline; return it and its parameters in host memory, with the scheduler state as ``"scheduler"``.
 
         Args:
             pretrained_model_name_or_path: a Hub id, a folder, or "emoji".
@@ -237,7 +238,7 @@ class FlaxPipeline:
         return self.model.vae.factor
 
     def _ids(self, prompt: str | list[str]) -> np.ndarray:
-        """Returns the token ids of prompts, int32 [B, 77]; for SDXL's two tokenizers [B, 2, 77]."""
+        """Return the token ids of prompts, int32 [B, 77]; for SDXL's two tokenizers [B, 2, 77]."""
         if isinstance(prompt, list | tuple) and not prompt:
             raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
         if not isinstance(prompt, str | list):
@@ -255,7 +256,7 @@ class FlaxPipeline:
         control: tuple[Any, Any] | None = None,
         decode: bool = True,
     ) -> np.ndarray:
-        """Generates images [(D,) B, H, W, 3], or without ``decode`` latents [(D,) B, C, h, w].
+        """Generate images [(D,) B, H, W, 3], or without ``decode`` latents [(D,) B, C, h, w].
 
         ``images`` are the arguments for image and mask, by name. With ``strength`` the run begins from the image, and
         ``call.latents`` is the noise added to it. ``control`` is a control image, which determines the size, and its
@@ -297,7 +298,7 @@ class FlaxPipeline:
     def _output(
         self, images: np.ndarray, params: Params, jit: bool, return_dict: bool
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """Returns a call's output: images, and for each whether the safety checker refused it (False without)."""
+        """Return a call's output: images, and for each whether the safety checker refused it (False without)."""
         output: tuple[np.ndarray, bool | list[bool]] = images, False
         if self.safety_checker is not None:
             output = self.safety_checker.look(images, params, stacked=jit)
@@ -306,7 +307,7 @@ class FlaxPipeline:
     def _run(
         self, programs: Programs, weights: Params, inputs: Inputs, table: SamplerTable, *, decode: bool
     ) -> np.ndarray:
-        """Encodes, denoises and decodes on the devices of ``programs``.
+        """Encode, denoise and decode on the devices of ``programs``.
 
         Returns images [N, H, W, 3], or without ``decode`` latents [N, h, w, C].
         """
@@ -316,8 +317,9 @@ class FlaxPipeline:
         kinds = Kinds(
             guided=(inputs.guided,),
             decoder="whole" if decode else None,
-            image_encoder=None if inputs.source is None else "whole",
-            controls=tuple(name for name, _ in self.model.networks.controls if inputs.control),
+        ).adding(
+            inputs.source is not None and ReadsImage("whole"),
+            inputs.control and ReadsControls(tuple(name for name, _ in self.model.networks.controls)),
         )
         ready = programs.ready(params, latents, kinds)
 
@@ -358,7 +360,7 @@ class FlaxPipeline:
         return jax.device_get(ready["decoder"](params, jax.device_put(final, split))) if decode else final
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:
-        """Splits the ids of ``prepare_inputs`` into the ids [B, 77] of each text encoder."""
+        """Split the ids of ``prepare_inputs`` into the ids [B, 77] of each text encoder."""
         names = list(self.model.text.names)
         return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
 
@@ -374,7 +376,7 @@ class FlaxPipeline:
         return latents_shape(batch, height, width, self.model.native_size[0], vae.factor, vae.latent_channels)
 
     def _size_conditions(self, batch: int, latents: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Returns SDXL's size conditions of uncropped images for latents [B, h, w, ...]; {} for other models.
+        """Return SDXL's size conditions of uncropped images for latents [B, h, w, ...]; {} for other models.
 
         They are the same for prompt and negative prompt.
         """

@@ -77,7 +77,7 @@ class FlaxControlNetModel:
         local_files_only: bool = False,
         progress: bool = True,
     ) -> tuple[Self, Params]:
-        """Loads a network; returns it and its parameters in host memory, for ``params["controlnet"]``.
+        """Load a network; return it and its parameters in host memory, for ``params["controlnet"]``.
 
         Args:
             pretrained_model_name_or_path: a Hub id, a folder, or a safetensors file.
@@ -128,7 +128,7 @@ class FlaxControlNetModel:
         controlnet_cond: Array,
         conditioning_scale: float | Array = 1.0,
     ) -> FlaxControlNetOutput:
-        """Computes the features to add to the UNet's; it is a pure function of its arrays.
+        """Compute the features to add to the UNet's; it is a pure function of its arrays.
 
         Args:
             variables: ``{"params": params["controlnet"]}``.
@@ -170,7 +170,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *, controlnet: Any = None, **keywords: Any
     ) -> tuple[Self, Params]:
-        """Loads a pipeline; returns it and its parameters, to which the caller adds those of the ControlNet.
+        """Load a pipeline; return it and its parameters, to which the caller adds those of the ControlNet.
 
         Args:
             pretrained_model_name_or_path: a Hub id or a folder of the model.
@@ -196,11 +196,11 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         return Both(cls(model, pipeline.scheduler, pipeline.safety_checker), params)
 
     def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:
-        """Returns the token ids of prompts, int32 [B, 77]."""
+        """Return the token ids of prompts, int32 [B, 77]."""
         return self._ids(prompt)
 
     def prepare_image_inputs(self, image: Any) -> np.ndarray:
-        """Returns control images float32 [B, 3, H, W] in 0..1.
+        """Return control images float32 [B, 3, H, W] in 0..1.
 
         Args:
             image: a PIL image, a path or an array, or a list of these. Sides are reduced to multiples of 64 pixels.
@@ -226,7 +226,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         return_dict: bool = True,
         jit: bool = False,
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """Generates images of the control images' size. B is the images per device; with ``jit``, D is the devices.
+        """Generate images of the control images' size. B is the images per device; with ``jit``, D is the devices.
 
         Args:
             prompt_ids: from ``prepare_text_inputs``, [B, 77]; with ``jit`` [D, B, 77].

@@ -15,7 +15,7 @@ from canvax.types import Array, Params
 
 
 def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
-    """Copies each array to each device: [...] becomes [D, ...], with entry d on device d.
+    """Copy each array to each device: [...] becomes [D, ...], with entry d on device d.
 
     ``flax.jax_utils.replicate`` stacks D copies first; this function sends the same array to every device. On the CPU
     all entries share the memory of the original, so do not modify a NumPy array after replicating it. ``devices`` are
@@ -35,7 +35,7 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
 
 
 def unreplicate(tree: Any) -> Any:
-    """Returns the first entry of each array with a device axis, from the device that has it."""
+    """Return the first entry of each array with a device axis, from the device that has it."""
 
     def first_entry(leaf: Any) -> Any:
         if not getattr(leaf, "ndim", 0):
@@ -46,7 +46,7 @@ def unreplicate(tree: Any) -> Any:
 
 
 def shard(tree: Any) -> Any:
-    """Splits the first axis over the devices of this process: [D * B, ...] becomes [D, B, ...].
+    """Split the first axis over the devices of this process: [D * B, ...] becomes [D, B, ...].
 
     Raises:
         InputError: the first axis is not a multiple of the number of devices.
@@ -68,7 +68,7 @@ def shard(tree: Any) -> Any:
 
 
 def stacked_devices(params: Params, count: int) -> list[Any]:
-    """Returns the devices of the entries of stacked ``params``, in order.
+    """Return the devices of the entries of stacked ``params``, in order.
 
     Raises:
         InputError: the parameters have no leading axis of length ``count``.
@@ -93,7 +93,7 @@ def stacked_devices(params: Params, count: int) -> list[Any]:
 
 
 def home_device(params: Params) -> Any:
-    """Returns the device for parameters without a device axis: their accelerator, or else the first device."""
+    """Return the device for parameters without a device axis: their accelerator, or else the first device."""
     first = jax.tree.leaves(params)[0]
     if isinstance(first, jax.Array) and len(first.devices()) == 1:
         (device,) = first.devices()
@@ -103,7 +103,7 @@ def home_device(params: Params) -> Any:
 
 
 def host_device() -> Any:
-    """Returns the CPU device, which has loaded parameters until they are replicated."""
+    """Return the CPU device, which has loaded parameters until they are replicated."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves no CPU backend
@@ -111,7 +111,7 @@ def host_device() -> Any:
 
 
 def on_host(params: Params) -> Params:
-    """Detaches ``params`` from the mesh of ``host_device``: the result has the same buffers, and can be used anywhere.
+    """Detach ``params`` from the mesh of ``host_device``: the result has the same buffers, and can be used anywhere.
 
     On a machine with only CPUs the arrays are not committed to a device either, so that ``jax.pmap`` accepts arrays
     computed from them. With an accelerator they are committed: otherwise the first cast would move them there.
@@ -123,7 +123,7 @@ def on_host(params: Params) -> Params:
 
 
 def _with_device_axis(leaf: Any) -> Any:
-    """Adds a leading axis of length 1, without copying host arrays."""
+    """Add a leading axis of length 1, without copying host arrays."""
     if isinstance(leaf, jax.Array) and any(device.platform != "cpu" for device in leaf.devices()):
         return leaf[None]
     return np.asarray(leaf)[None]

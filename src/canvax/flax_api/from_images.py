@@ -23,7 +23,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
     XL = False
 
     def prepare_inputs(self, prompt: str | list[str], image: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Returns token ids int32 [B, 77], and images float32 [B, 3, H, W] in -1..1.
+        """Return token ids int32 [B, 77], and images float32 [B, 3, H, W] in -1..1.
 
         Args:
             prompt: one prompt or several.
@@ -53,7 +53,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
         return_dict: bool = True,
         jit: bool = False,
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """Generates images from images. B is the number of images per device; with ``jit``, D is the devices.
+        """Generate images from images. B is the number of images per device; with ``jit``, D is the devices.
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 77]; with ``jit`` [D, B, 77].
@@ -97,7 +97,7 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
     def prepare_inputs(
         self, prompt: str | list[str], image: Any, mask: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns ids int32 [B, 77], masked images [B, 3, H, W] in -1..1, and masks of 0 and 1 [B, 1, H, W], float32.
+        """Return ids int32 [B, 77], masked images [B, 3, H, W] in -1..1, and masks of 0 and 1 [B, 1, H, W], float32.
 
         Args:
             prompt: one prompt or several.
@@ -135,7 +135,7 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
         return_dict: bool = True,
         jit: bool = False,
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """Generates the masked part of images. B is the images per device; with ``jit``, D is the devices.
+        """Generate the masked part of images. B is the images per device; with ``jit``, D is the devices.
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 77]; with ``jit`` [D, B, 77].

@@ -41,7 +41,7 @@ class SourceImages:
         prng_seed: Any,
         lead: tuple[int, ...],
     ) -> Self:
-        """Resizes the result of ``check_images`` to latents of ``shape`` [B, C, h, w], of ``factor`` pixels each."""
+        """Resize the result of ``check_images`` to latents of ``shape`` [B, C, h, w], of ``factor`` pixels each."""
         batch, _, *small = shape
         height, width = (side * factor for side in small)
         masks, devices = None, lead[0] if len(lead) == 2 else 1
@@ -60,7 +60,7 @@ class SourceImages:
         return cls(pixels, masks, encoding_noise(keys, shape))
 
     def encoded(self, encode: Callable[[np.ndarray], Any], devices: int) -> np.ndarray:
-        """Draws latents [N, h, w, C]; ``encode`` maps an image per device [D, H, W, 3] to mean and deviation."""
+        """Draw latents [N, h, w, C]; ``encode`` maps an image per device [D, H, W, 3] to mean and deviation."""
         pixels = np.broadcast_to(self.pixels, (devices, *self.pixels.shape[1:]))
         moments = [jax.device_get(encode(pixels[:, i])) for i in range(pixels.shape[1])]
         means, deviations = (np.stack(parts, axis=1) for parts in zip(*moments, strict=True))
@@ -69,7 +69,7 @@ class SourceImages:
 
 
 def prepare_images(name: str, value: Any, count: int, *, grey: bool = False, step: int = STEP) -> np.ndarray:
-    """Reads images for ``count`` prompts, [count, 3, H, W] float32 in 0..1, with ``grey`` [count, 1, H, W].
+    """Read images for ``count`` prompts, [count, 3, H, W] float32 in 0..1, with ``grey`` [count, 1, H, W].
 
     Sides are reduced to multiples of ``step`` by Lanczos resampling.
 
@@ -90,7 +90,7 @@ def prepare_images(name: str, value: Any, count: int, *, grey: bool = False, ste
 
 
 def check_images(images: Mapping[str, Any], lead: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the image [D, b, H, W, 3] in 0..1 and the mask [D, b, H, W, 1] or None, float32.
+    """Return the image [D, b, H, W, 3] in 0..1 and the mask [D, b, H, W, 1] or None, float32.
 
     ``images`` maps argument names to arrays, the image first; ``lead`` is [B], or [D, B].
 
@@ -119,7 +119,7 @@ class ControlImage:
 
     @classmethod
     def of(cls, image: Any, scale: Any, lead: tuple[int, ...], step: int = CONTROL_STEP) -> Self:
-        """Checks the arguments of a call and converts them.
+        """Check the arguments of a call and convert them.
 
         Raises:
             InputError: an argument has another shape, dtype or range.
@@ -141,7 +141,7 @@ class ControlImage:
         return cls(pixels, scales.astype(np.float32))
 
     def read(self, encode: Callable[[np.ndarray], Any], devices: int, count: int) -> tuple[np.ndarray, ...]:
-        """Returns the network's features of each of ``count`` images [N, ...]; ``encode`` reads an image per device."""
+        """Return the network's features of each of ``count`` images [N, ...]; ``encode`` reads an image per device."""
         pixels = np.broadcast_to(self.pixels, (devices, *self.pixels.shape[1:]))
         features = [jax.device_get(encode(pixels[:, i])) for i in range(pixels.shape[1])]
         kept = []
@@ -153,7 +153,7 @@ class ControlImage:
 
 
 def _checked(name: str, value: Any, lead: tuple[int, ...], channels: int, least: int) -> np.ndarray:
-    """Checks an array [(D,) b, C, H, W] with values in ``least``..1; returns it as [D, b, H, W, C] float32."""
+    """Check an array [(D,) b, C, H, W] with values in ``least``..1; return it as [D, b, H, W, C] float32."""
     try:
         array = floats(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # e.g. deleted arrays, huge integers

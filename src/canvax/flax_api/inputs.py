@@ -53,12 +53,12 @@ class Inputs:
 
     @property
     def guided(self) -> bool:
-        """Whether any image needs the negative prompt."""
+        """True if any image needs the negative prompt."""
         return bool((self.guidance > 1).any())
 
 
 def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any:
-    """Checks token ids [B, 77], for two encoders [B, 2, 77], with ``jit`` [D, B, ...]; returns them as int32.
+    """Check token ids [B, 77], for two encoders [B, 2, 77], with ``jit`` [D, B, ...]; return them as int32.
 
     The result is on the host unless it is traced.
 
@@ -91,7 +91,7 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
 
 
 def check_embedded(name: str, ids: np.ndarray, encoder: str, count: int) -> None:
-    """Refuses ids without an embedding: ``encoder`` has ``count`` of them, and JAX would silently clamp larger ids."""
+    """Refuse ids without an embedding: ``encoder`` has ``count`` of them, and JAX would silently clamp larger ids."""
     strange = ids[(ids < 0) | (ids >= count)]
     if strange.size:
         raise InputError(
@@ -101,7 +101,7 @@ def check_embedded(name: str, ids: np.ndarray, encoder: str, count: int) -> None
 
 
 def check_pair(ids: Any, neg_prompt_ids: Any, text: TextEncoders, jit: bool = False) -> Any:
-    """Checks the negative ids like :func:`check_ids`; they must have the shape of ``ids``."""
+    """Check the negative ids like :func:`check_ids`; they must have the shape of ``ids``."""
     negative = check_ids("neg_prompt_ids", neg_prompt_ids, text, jit)
     if negative.shape != ids.shape:
         raise InputError(
@@ -118,7 +118,7 @@ def check_inputs(
     lead: tuple[int, ...],
     noise: str,
 ) -> Inputs:
-    """Checks and converts the arguments of a call.
+    """Check and convert the arguments of a call.
 
     Args:
         call: the arguments.
@@ -148,7 +148,7 @@ def check_inputs(
 
 
 def latents_shape(batch: int, height: Any, width: Any, side: int, factor: int, channels: int) -> LatentsShape:
-    """Returns B, C, h, w of a device's latents for a size in pixels, by default ``side``.
+    """Return B, C, h, w of a device's latents for a size in pixels, by default ``side``.
 
     Raises:
         InputError: a size is traced, or not a multiple of 8.
@@ -160,7 +160,7 @@ def latents_shape(batch: int, height: Any, width: Any, side: int, factor: int, c
 
 
 def check_static(name: str, value: Any) -> None:
-    """Refuses a traced value that must be static."""
+    """Refuse a traced value that must be static."""
     if isinstance(value, Tracer):
         raise InputError(
             f"{name} decides the program and cannot be traced; with jax.pmap or jax.jit of _generate, make steps, "
@@ -169,7 +169,7 @@ def check_static(name: str, value: Any) -> None:
 
 
 def refuse_traced(**arguments: Any) -> None:
-    """Refuses traced arguments: a call compiles its programs; inside ``jax.jit`` and ``jax.pmap`` use ``_generate``."""
+    """Refuse traced arguments: a call compiles its programs; inside ``jax.jit`` and ``jax.pmap`` use ``_generate``."""
     for name, value in arguments.items():
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
             raise InputError(
@@ -179,7 +179,7 @@ def refuse_traced(**arguments: Any) -> None:
 
 
 def weights_of(params: Any, components: Iterable[str]) -> Params:
-    """Returns the parameters of the ``components``, without scheduler state."""
+    """Return the parameters of the ``components``, without scheduler state."""
     available = params if isinstance(params, Mapping) else {}
     if missing := [name for name in components if not available.get(name)]:
         raise InputError(f"params has no {', '.join(missing)}; pass what from_pretrained returned")
@@ -187,7 +187,7 @@ def weights_of(params: Any, components: Iterable[str]) -> Params:
 
 
 def check_weights(specs: Mapping[str, Spec], weights: Params, *, stacked: bool = False) -> None:
-    """Refuses parameters that do not match the specs; ``stacked``: all have a device axis."""
+    """Refuse parameters that do not match the specs; ``stacked``: all have a device axis."""
     try:
         for name, spec in specs.items():
             check_params(spec, weights[name], name, stacked=stacked)
@@ -197,7 +197,7 @@ def check_weights(specs: Mapping[str, Spec], weights: Params, *, stacked: bool =
 
 
 def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
-    """Returns the scale of each image [N] float32, from a number, one for each device, or one for each image."""
+    """Return the scale of each image [N] float32, from a number, one for each device, or one for each image."""
     cure = "7.5 is usual, 1 or less switches it off"
     try:
         array = np.asarray(scale)
@@ -221,7 +221,7 @@ def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
 
 
 def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> Any:
-    """Checks latents of this shape, float32; the result is on the host unless it is traced."""
+    """Check latents of this shape, float32; the result is on the host unless it is traced."""
     try:
         array = floats(latents)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -236,7 +236,7 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
 
 
 def check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
-    """Refuses a ``model_index.json`` of a kind that the class does not support."""
+    """Refuse a ``model_index.json`` of a kind that the class does not support."""
     is_xl = index.get("_class_name") in SDXL.pipelines
     if is_xl and index.get("requires_aesthetics_score"):
         raise CheckpointError(f"{name} is SDXL's refiner, which no old class drew; use canvax.load")
@@ -248,7 +248,7 @@ def check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
 
 
 def zeros_like(conditions: Conditions) -> Conditions:
-    """Returns SDXL's conditions without a negative prompt: zeros, made on the host to avoid another program."""
+    """Return SDXL's conditions without a negative prompt: zeros, made on the host to avoid another program."""
     return {
         name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
     }

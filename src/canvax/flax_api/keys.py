@@ -22,7 +22,7 @@ LatentsShape = tuple[int, int, int, int]
 
 
 def wrap_keys(keys: Any, devices: int | None = None) -> Array:
-    """Converts keys of ``jax.random.key`` or ``jax.random.PRNGKey`` to typed keys, [] or [devices].
+    """Convert keys of ``jax.random.key`` or ``jax.random.PRNGKey`` to typed keys, [] or [devices].
 
     Raises:
         InputError: ``keys`` is not a key, or not a key for each device.
@@ -42,18 +42,18 @@ def wrap_keys(keys: Any, devices: int | None = None) -> Array:
 
 
 def draw(key: Array, shape: LatentsShape) -> tuple[Array, Array]:
-    """Draws the latents of a device [B, h, w, C] float32, and the keys [B, 2] uint32 of the images' step noise."""
+    """Draw the latents of a device [B, h, w, C] float32, and the keys [B, 2] uint32 of the images' step noise."""
     latents = jax.random.normal(key, shape, jnp.float32)
     return jnp.moveaxis(latents, 1, -1), step_words(key, shape[0])
 
 
 def step_words(key: Array, batch: int) -> Array:
-    """Draws the keys of the images' step noise, two words for each: [B, 2] uint32."""
+    """Draw the keys of the images' step noise, two words for each: [B, 2] uint32."""
     return jax.random.bits(jax.random.fold_in(key, 1), (batch, 2), jnp.uint32)
 
 
 def encoding_noise(keys: Array, shape: LatentsShape) -> np.ndarray:
-    """Draws the noise of encoding images on the host, [D * B, h, w, C] float32, from ``keys`` [D].
+    """Draw the noise of encoding images on the host, [D * B, h, w, C] float32, from ``keys`` [D].
 
     It equals the noise of diffusers' inpainting class. Their image to image used the key itself, and so the numbers
     of ``draw``.
@@ -64,7 +64,7 @@ def encoding_noise(keys: Array, shape: LatentsShape) -> np.ndarray:
 
 
 def host_draw(keys: Array, shape: LatentsShape) -> tuple[np.ndarray, np.ndarray]:
-    """Calls ``draw`` for each of ``keys`` [D]; returns [D * B, h, w, C] and [D * B, 2] on the host."""
+    """Call ``draw`` for each of ``keys`` [D]; return [D * B, h, w, C] and [D * B, 2] on the host."""
     latents, words = _draw_all(keys, shape)
     return np.asarray(latents).reshape(-1, *latents.shape[2:]), np.asarray(words).reshape(-1, 2)
 

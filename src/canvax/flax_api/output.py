@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def by_name_or_index(fields: Any, key: Any) -> Any:
-    """Implements ``__getitem__`` of a named tuple whose fields are also available as keys."""
+    """Implement ``__getitem__`` of a named tuple whose fields are also available as keys."""
     return getattr(fields, key) if isinstance(key, str) else tuple.__getitem__(fields, key)
 
 
@@ -49,12 +49,12 @@ class FlaxStableDiffusionPipelineOutput(NamedTuple):
 
 
 def numpy_to_pil(images: Any) -> list[Image]:
-    """Converts floats in 0..1 [B, H, W, 3] or [H, W, 3], in NumPy or JAX of any float dtype, to PIL images."""
+    """Convert floats in 0..1 [B, H, W, 3] or [H, W, 3], in NumPy or JAX of any float dtype, to PIL images."""
     return to_pil(images)
 
 
 def make_image_grid(images: Sequence[Image], rows: int, cols: int, resize: int | None = None) -> Image:
-    """Arranges images row by row in one image; ``resize`` first makes each a square of this side."""
+    """Arrange images row by row in one image; ``resize`` first makes each a square of this side."""
     if resize is not None:
         check_count("resize", resize, 1 << 14)
     return make_grid([image.resize((resize, resize)) for image in images] if resize else images, rows, cols)

@@ -73,11 +73,11 @@ class FlaxLatents(NamedTuple):
     logvar: Array
 
     def mode(self) -> Array:
-        """Returns the most likely latents."""
+        """Return the most likely latents."""
         return self.mean
 
     def sample(self, key: Array) -> Array:
-        """Draws latents with a key."""
+        """Draw latents with a key."""
         return self.mean + jnp.exp(self.logvar / 2) * jax.random.normal(key, self.mean.shape, self.mean.dtype)
 
 
@@ -119,7 +119,7 @@ class Network(Part, ABC):
 
     @abstractmethod
     def __call__(self, *arguments: Any, params: Params, **keywords: Any) -> Any:
-        """Runs the network with ``params``."""
+        """Run the network with ``params``."""
 
     def apply(
         self,
@@ -131,7 +131,7 @@ class Network(Part, ABC):
         deterministic: bool = True,
         **keywords: Any,
     ) -> Any:
-        """Runs the network as in Flax, with ``variables`` ``{"params": params["unet"]}``.
+        """Run the network as in Flax, with ``variables`` ``{"params": params["unet"]}``.
 
         ``rngs``, ``train`` and ``deterministic`` have no effect, since there is no dropout.
         """
@@ -159,7 +159,7 @@ class UNet(Network):
         params: Params,
         return_dict: bool = True,
     ) -> FlaxSampleOutput | tuple[Array]:
-        """Returns the output [B, C, h, w] float32 for noisy latents [B, C, h, w] and text features [B, T, D].
+        """Return the output [B, C, h, w] float32 for noisy latents [B, C, h, w] and text features [B, T, D].
 
         ``added_cond_kwargs`` contains SDXL's ``text_embeds`` [B, P] and ``time_ids`` [B, 6].
         """
@@ -179,11 +179,11 @@ class Vae(Network):
     """The autoencoder. Its latents are not scaled: they are a pipeline's latents / ``config.scaling_factor``."""
 
     def __call__(self, sample: Array, *, params: Params) -> FlaxSampleOutput:
-        """Encodes images [B, 3, H, W] and decodes the latents."""
+        """Encode images [B, 3, H, W] and decode the latents."""
         return self.decode(jnp.moveaxis(self.encode(sample, params=params).latent_dist.mode(), -1, 1), params=params)
 
     def decode(self, latents: Array, *, params: Params) -> FlaxSampleOutput:
-        """Decodes latents [B, C, h, w] to images [B, 3, H, W], approximately in -1..1."""
+        """Decode latents [B, C, h, w] to images [B, 3, H, W], approximately in -1..1."""
         check_array("latents", latents, (None, self.model.vae.latent_channels, None, None))
         weights, cfg = self._checked(params), self.model.vae
         scaled = (jnp.moveaxis(jnp.asarray(latents), 1, -1) - cfg.shift) / cfg.scale
@@ -191,7 +191,7 @@ class Vae(Network):
         return FlaxSampleOutput(jnp.moveaxis(_decode(weights, scaled.astype(dtype), cfg=cfg), -1, 1))
 
     def encode(self, sample: Array, *, params: Params) -> FlaxLatentsOutput:
-        """Encodes images [B, 3, H, W] in -1..1 to a distribution of latents."""
+        """Encode images [B, 3, H, W] in -1..1 to a distribution of latents."""
         check_array("sample", sample, (None, 3, None, None))
         weights = self._checked(params)
         images = jnp.moveaxis(jnp.asarray(sample), 1, -1).astype(compute_dtype(weights))
@@ -204,7 +204,7 @@ class TextEncoder(Network):
     def __call__(
         self, input_ids: Any, *, params: Params, output_hidden_states: bool = False, train: bool = False
     ) -> FlaxTextOutput | FlaxTextProjectionOutput:
-        """Returns the features [B, T, D] of token ids [B, T]; SDXL's second encoder adds pooled features [B, P]."""
+        """Return the features [B, T, D] of token ids [B, T]; SDXL's second encoder adds pooled features [B, P]."""
         del train
         cfg = clip_configs(self.model.text)[self.name]
         ids: Any = input_ids if isinstance(input_ids, Tracer) else np.asarray(input_ids)
@@ -236,7 +236,7 @@ class Tokenizer(Part):
         truncation: bool = True,
         return_tensors: str = "np",
     ) -> FlaxTokenizerOutput:
-        """Returns the ids [B, T] of prompts; T is ``max_length``, by default the text encoder's length."""
+        """Return the ids [B, T] of prompts; T is ``max_length``, by default the text encoder's length."""
         for name, value, only in (
             ("padding", padding, ("max_length", True)),
             ("truncation", truncation, (True,)),
@@ -283,13 +283,13 @@ _encode_text = jitted(text_encoder, static_argnames="cfg")
 
 @partial(jitted, static_argnames="cfg")
 def _all_layers(params: Params, ids: Array, *, cfg: Any) -> Array:
-    """Returns the output of the embeddings and of each layer, [1 + layers, B, T, D]; each layer is computed once."""
+    """Return the output of the embeddings and of each layer, [1 + layers, B, T, D]; each layer is computed once."""
     skips = jnp.arange(cfg.num_hidden_layers, -1, -1)
     return jax.vmap(lambda skip: hidden_states(params, ids, cfg, skip=skip)[0])(skips)
 
 
 def check_array(name: str, array: Any, wanted: tuple[int | None, ...]) -> None:
-    """Refuses values that are not arrays of real numbers of this shape, traced or not; None is any length."""
+    """Refuse values that are not arrays of real numbers of this shape, traced or not; None is any length."""
     shape = functions.numbers(name, array).shape
     if len(shape) != len(wanted) or any(size not in (None, got) for got, size in zip(shape, wanted, strict=True)):
         axes = ", ".join("any" if size is None else str(size) for size in wanted)

@@ -17,7 +17,7 @@ from canvax.types import Array
 
 
 def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Translates the keywords of a call, of which ``others`` are not parameters.
+    """Translate the keywords of a call, of which ``others`` are not parameters.
 
     Raises:
         InputError: an argument is unknown, passed twice or not supported by canvax.
@@ -48,7 +48,7 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
         return_dict: bool = True,
         jit: bool = False,
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """Generates images. B is the number of images per device; with ``jit``, D is the number of devices.
+        """Generate images. B is the number of images per device; with ``jit``, D is the number of devices.
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 77]; with ``jit`` [D, B, 77].
@@ -99,7 +99,7 @@ class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
         output_type: str | None = None,
         jit: bool = False,
     ) -> FlaxStableDiffusionXLPipelineOutput | tuple[np.ndarray]:
-        """Generates images. B is the number of images per device; with ``jit``, D is the number of devices.
+        """Generate images. B is the number of images per device; with ``jit``, D is the number of devices.
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 2, 77]; with ``jit`` [D, B, 2, 77].

@@ -55,7 +55,7 @@ class ImageProcessor:
     size: int
 
     def __call__(self, images: Image | Sequence[Image], return_tensors: str = "np") -> FlaxImages:
-        """Returns the ``pixel_values`` of PIL images."""
+        """Return the ``pixel_values`` of PIL images."""
         if return_tensors not in ("np", "jax"):
             raise InputError(f"return_tensors={return_tensors!r}: pixel values are NumPy arrays; write 'np'")
         several = list(images) if isinstance(images, Sequence) else [images]
@@ -89,7 +89,7 @@ class FlaxStableDiffusionSafetyChecker:
         local_files_only: bool = False,
         progress: bool = True,
     ) -> tuple[Self, Params]:
-        """Loads a checker; returns it and its float32 parameters in host memory, for ``params["safety_checker"]``.
+        """Load a checker; return it and its float32 parameters in host memory, for ``params["safety_checker"]``.
 
         Args:
             pretrained_model_name_or_path: a Hub id or a folder.
@@ -120,7 +120,7 @@ class FlaxStableDiffusionSafetyChecker:
         return ImageProcessor(vision_config(self.config).image_size)
 
     def __call__(self, clip_input: Any, params: Params) -> np.ndarray:
-        """Returns for each image whether to refuse it, bool [B]; ``clip_input`` comes from ``feature_extractor``."""
+        """Return for each image whether to refuse it, bool [B]; ``clip_input`` comes from ``feature_extractor``."""
         values = np.asarray(clip_input, np.float32)
         side = vision_config(self.config).image_size
         if values.ndim != 4 or values.shape[1:] != (3, side, side):
@@ -132,7 +132,7 @@ class FlaxStableDiffusionSafetyChecker:
         return np.asarray(self._with(params).judge(seen))
 
     def check(self, params: Any, *, stacked: bool = False) -> None:
-        """Raises InputError if a pipeline's parameters lack those of this checker; ``stacked``: with a device axis."""
+        """Raise InputError if a pipeline's parameters lack those of this checker; ``stacked``: with a device axis."""
         specs = {COMPONENT: safety_spec(vision_config(self.config))}
         try:
             check_weights(specs, weights_of(params, specs), stacked=stacked)
@@ -143,7 +143,7 @@ class FlaxStableDiffusionSafetyChecker:
             ) from None
 
     def look(self, images: np.ndarray, params: Params, *, stacked: bool) -> tuple[np.ndarray, list[bool]]:
-        """Makes refused images black; returns images in 0..1 [(D,) B, H, W, 3], and for each whether it was refused."""
+        """Make refused images black; return images in 0..1 [(D,) B, H, W, 3], and for each whether it was refused."""
         flat = images.reshape(-1, *images.shape[-3:])
         pixels, flags = self._with(params[COMPONENT], stacked=stacked).blacken(flat)
         if any(flags):
@@ -155,7 +155,7 @@ class FlaxStableDiffusionSafetyChecker:
         return pixels.reshape(images.shape), flags
 
     def _with(self, params: Params, *, stacked: bool = False) -> SafetyChecker:
-        """Returns the checker with these parameters on the first device; cached, as calls usually repeat them."""
+        """Return the checker with these parameters on the first device; cached, as calls usually repeat them."""
         if self._used.get("params") is not params:
             weights = unreplicate(params) if stacked else params
             device = jax.local_devices()[0]
@@ -165,7 +165,7 @@ class FlaxStableDiffusionSafetyChecker:
 
 
 def check_checker(value: Any) -> None:
-    """Raises InputError for an invalid ``safety_checker`` argument of ``from_pretrained``."""
+    """Raise InputError for an invalid ``safety_checker`` argument of ``from_pretrained``."""
     if not (value is None or isinstance(value, FlaxStableDiffusionSafetyChecker) or str(value) == "own"):
         raise InputError(
             f"safety_checker={value!r:.80} is neither None, for none, nor a FlaxStableDiffusionSafetyChecker of "
@@ -174,7 +174,7 @@ def check_checker(value: Any) -> None:
 
 
 def load_checker(model: str | Path, hub: Mapping[str, Any]) -> tuple[FlaxStableDiffusionSafetyChecker, Params] | None:
-    """Loads the checker of a model whose index names one; returns None if its folder does not contain the checker."""
+    """Load the checker of a model whose index names one; return None if its folder does not contain the checker."""
     folder = Location(model).local()
     if folder is not None and not (folder / COMPONENT / "config.json").is_file():
         warn(

@@ -45,7 +45,7 @@ class SchedulerState:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Makes the state for a scheduler_config.json."""
+        """Make the state for a scheduler_config.json."""
         if other := [name for name in config if not isinstance(name, str)]:
             raise InputError(f"config: {shown(other[0])} is not the name of a field")
         return cls(json.dumps(config, sort_keys=True, default=_plain))
@@ -74,7 +74,7 @@ class FlaxScheduler:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **changes: Any) -> Self:
-        """Makes a scheduler from a config, which can be of another class."""
+        """Make a scheduler from a config, which can be of another class."""
         return cls(**{**config, **changes})
 
     @classmethod
@@ -89,7 +89,7 @@ class FlaxScheduler:
         local_files_only: bool = False,
         **changes: Any,
     ) -> tuple[Self, SchedulerState]:
-        """Reads a model's scheduler_config.json and replaces fields by ``changes``; returns scheduler and state."""
+        """Read a model's scheduler_config.json and replace fields by ``changes``; return scheduler and state."""
         source = Location(
             pretrained_model_name_or_path, revision, None, token, cache_dir, local_files_only, progress=False
         )
@@ -99,7 +99,7 @@ class FlaxScheduler:
 
     @classmethod
     def of(cls, state: SchedulerState, *, xl: bool) -> FlaxScheduler:
-        """Makes the scheduler of a checkpoint, whatever its class; ``xl`` as for :func:`table_of`."""
+        """Make the scheduler of a checkpoint, whatever its class; ``xl`` as for :func:`table_of`."""
         name = str(state.config.get("_class_name")).removeprefix("Flax")
         subclass = next((known for known in FlaxScheduler.__subclasses__() if name == known.CLASS), FlaxScheduler)
         scheduler = subclass.__new__(subclass)
@@ -107,16 +107,16 @@ class FlaxScheduler:
         return scheduler
 
     def create_state(self) -> SchedulerState:
-        """Returns the state to put into ``params["scheduler"]``."""
+        """Return the state to put into ``params["scheduler"]``."""
         return self._state
 
     def set_timesteps(self, state: SchedulerState, num_inference_steps: int, shape: Sequence[int] = ()) -> StepState:
-        """Returns the initial state, with ``timesteps``, of a user-written loop; ``shape`` is that of the latents."""
+        """Return the initial state, with ``timesteps``, of a user-written loop; ``shape`` is that of the latents."""
         config = stable_diffusion_config(check_state(state).config, xl=self._xl)
         return begin(json.dumps(config, sort_keys=True), num_inference_steps, shape)
 
     def scale_model_input(self, state: StepState, sample: Array, timestep: Any = None) -> Array:
-        """Returns the network's input in the next step of ``state``, which determines the timestep."""
+        """Return the network's input in the next step of ``state``, which determines the timestep."""
         del timestep
         return scaled(_check_step_state(state), functions.numbers("sample", sample))
 
@@ -129,7 +129,7 @@ class FlaxScheduler:
         key: Any = None,
         return_dict: bool = True,
     ) -> FlaxSchedulerOutput | tuple[Array, StepState]:
-        """Returns the latents and the state after the next step of ``state``, which determines the timestep.
+        """Return the latents and the state after the next step of ``state``, which determines the timestep.
 
         The variance of latents is at most 1, also for Euler, where it is larger in diffusers. ``key`` is for schedulers
         that add noise; pass the same key in all steps.
@@ -140,7 +140,7 @@ class FlaxScheduler:
         return output if return_dict else output.to_tuple()
 
     def add_noise(self, state: Any, original_samples: Array, noise: Array, timesteps: Any) -> Array:
-        """Adds noise to samples [B, ...] at the training timesteps [B]."""
+        """Add noise to samples [B, ...] at the training timesteps [B]."""
         if not isinstance(state, SchedulerState | StepState):
             raise InputError(f"state is a {type(state).__name__}; give that of create_state or set_timesteps")
         check_alike("original_samples", original_samples, "noise", noise)
@@ -155,7 +155,7 @@ class FlaxScheduler:
         return jnp.sqrt(kept) * original_samples + jnp.sqrt(1 - kept) * noise
 
     def __getattr__(self, name: str) -> Any:
-        """Explains, in the error, attributes of diffusers' classes that do not exist here."""
+        """Explain, in the error, attributes of diffusers' classes that do not exist here."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), "an attribute of a scheduler", FLAX_PAGE))
@@ -192,7 +192,7 @@ class FlaxEulerDiscreteScheduler(FlaxScheduler):
 
 
 def table_of(state: Any, steps: int, *, xl: bool, skip: int = 0) -> SamplerTable:
-    """Builds the table of ``params["scheduler"]`` for ``steps`` without the first ``skip``; guidance is set later.
+    """Build the table of ``params["scheduler"]`` for ``steps`` without the first ``skip``; guidance is set later.
 
     With ``xl`` the config is used without the corrections for Stable Diffusion 1.x and 2.x.
 
@@ -203,7 +203,7 @@ def table_of(state: Any, steps: int, *, xl: bool, skip: int = 0) -> SamplerTable
 
 
 def check_state(state: Any) -> SchedulerState:
-    """Raises InputError unless ``state`` is a :class:`SchedulerState`."""
+    """Raise InputError unless ``state`` is a :class:`SchedulerState`."""
     if not isinstance(state, SchedulerState):
         raise InputError(
             f"params['scheduler']={shown(state)}: put back what from_pretrained returned there, or the "
@@ -226,7 +226,7 @@ def _read(state: SchedulerState, xl: bool) -> Scheduler:
 
 
 def _plain(value: Any) -> Any:
-    """Converts arrays in a config, e.g. of betas, to JSON."""
+    """Convert arrays in a config, e.g. of betas, to JSON."""
     array = None if isinstance(value, Tracer) else np.asarray(value)
     if array is None or array.dtype.kind not in "biuf":
         raise InputError(f"the scheduler config holds {shown(value)}, which no scheduler_config.json has")

@@ -69,12 +69,12 @@ class FlaxSchedulerOutput(NamedTuple):
     __getitem__ = by_name_or_index
 
     def to_tuple(self) -> tuple[Array, StepState]:
-        """Returns both as a plain tuple."""
+        """Return both as a plain tuple."""
         return self.prev_sample, self.state
 
 
 def begin(config: str, steps: int, shape: Any) -> StepState:
-    """Returns the state before the first step, for latents of ``shape`` [B, C, h, w].
+    """Return the state before the first step, for latents of ``shape`` [B, C, h, w].
 
     Raises:
         InputError: the shape is invalid, or the scheduler does not support this number of steps.
@@ -90,19 +90,19 @@ def begin(config: str, steps: int, shape: Any) -> StepState:
 
 
 def check_alike(first: str, a: Any, second: str, b: Any) -> None:
-    """Raises InputError unless a and b, traced or not, are arrays of numbers with the same shape."""
+    """Raise InputError unless a and b, traced or not, are arrays of numbers with the same shape."""
     shapes = functions.numbers(first, a).shape, functions.numbers(second, b).shape
     if shapes[0] != shapes[1]:
         raise InputError(f"{first} has shape {shapes[0]} and {second} {shapes[1]}; they must be alike")
 
 
 def scaled(state: StepState, sample: Array) -> Array:
-    """Returns the network's input in the next step."""
+    """Return the network's input in the next step."""
     return _row(state.table.c_in.astype(np.float32), state.index) * sample
 
 
 def step(state: StepState, model_output: Array, sample: Array, key: Any) -> FlaxSchedulerOutput:
-    """Returns the latents [B, C, h, w] after a step. It runs the denoising loop with a network of known output.
+    """Return the latents [B, C, h, w] after a step. It runs the denoising loop with a network of known output.
 
     Outside ``jax.jit`` it compiles once for each shape of the latents: the row of the table is an argument.
 
@@ -123,7 +123,7 @@ def step(state: StepState, model_output: Array, sample: Array, key: Any) -> Flax
 
 
 def _row(column: Any, index: Array) -> Any:
-    """Returns a row of a column, on the host if the index is known there."""
+    """Return a row of a column, on the host if the index is known there."""
     return jnp.asarray(column)[index] if isinstance(index, Tracer) else column[int(index)]
 
 
@@ -131,7 +131,7 @@ def _row(column: Any, index: Array) -> Any:
 def _stepped(
     slots: Array, sample: Array, output: Array, words: Array, row: Mapping[str, Any], noisy: Any
 ) -> tuple[Array, Array]:
-    """Returns the latents [B, C, h, w] and the slots after a row that all images have."""
+    """Return the latents [B, C, h, w] and the slots after a row that all images have."""
     rows = {name: jnp.broadcast_to(value, (len(slots), 1, *jnp.shape(value))) for name, value in row.items()}
     slots = slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
     inputs = StepInputs(InFlight(slots, ({},), words), rows, {"noisy": jnp.asarray(noisy)[None]}, jnp.int32(1))

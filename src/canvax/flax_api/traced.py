@@ -33,7 +33,7 @@ class FlaxTextToImage(FlaxPipeline):
     """The base class of pipelines that need only prompts."""
 
     def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
-        """Returns the token ids of prompts, int32 [B, 77]; for SDXL's two tokenizers [B, 2, 77].
+        """Return the token ids of prompts, int32 [B, 77]; for SDXL's two tokenizers [B, 2, 77].
 
         Raises:
             InputError: ``prompt`` is neither a string nor a list of strings.
@@ -53,7 +53,7 @@ class FlaxTextToImage(FlaxPipeline):
         neg_prompt_ids: Array | None = None,
         return_latents: bool = False,
     ) -> Array:
-        """Generates the images of a device [B, H, W, 3] as a single traceable function, with arguments as without jit.
+        """Generate the images of a device [B, H, W, 3] as a single traceable function, with arguments as without jit.
 
         Steps, height, width and ``return_latents`` (arguments 3, 4, 5, 9) are static. With ``return_latents`` the
         result is the latents [B, C, h, w] without decoding.

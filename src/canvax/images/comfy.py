@@ -52,7 +52,7 @@ class _Graph:
         self.nodes, self.sampler = nodes, sampler
 
     def metadata(self) -> dict[str, Any]:
-        """Return what the sampler's inputs lead to."""
+        """Return the nodes that the sampler's inputs come from."""
         sampler = self.sampler
         noise, guider = self._node(sampler, "noise") or sampler, self._node(sampler, "guider") or sampler
         choice, sigmas = self._node(sampler, "sampler") or sampler, self._node(sampler, "sigmas") or sampler
@@ -66,7 +66,7 @@ class _Graph:
             "num_inference_steps": self._value(sigmas, "steps"),
             "guidance_scale": self._value(guider, "cfg"),
             "sampler": self._value(choice, "sampler_name"),
-            "model": _stem(self._value(model[-1], "ckpt_name", "unet_name")) if model else None,
+            "model": _name(self._value(model[-1], "ckpt_name", "unet_name")) if model else None,
             "width": self._value(latents, "width"),
             "height": self._value(latents, "height"),
         }
@@ -120,13 +120,13 @@ class _Graph:
                 return str(text)
         return None
 
-    def _chain(self, node: Node | None, *more: str) -> Iterator[Node]:
+    def _chain(self, node: Node | None, *further: str) -> Iterator[Node]:
         """Yield a node and those behind it, along inputs of its kind: a model through its LoRAs to its file."""
         seen: list[Node] = []
         while node is not None and node not in seen:
             seen.append(node)
             yield node
-            node = next(filter(None, (self._node(node, name) for name in (*more, "model"))), None)
+            node = next(filter(None, (self._node(node, name) for name in (*further, "model"))), None)
 
     def _loras(self, model: list[Node]) -> Iterator[tuple[Any, Any]]:
         for node in reversed(model):
@@ -134,6 +134,10 @@ class _Graph:
                 yield _stem(name), self._value(node, "strength_model")
 
 
-def _stem(name: Any) -> Any:
-    """Return the name of a file without folders and its ending."""
-    return _WEIGHTS.sub("", re.split(r"[/\\]", name)[-1]) if isinstance(name, str) else name
+def _name(file: Any) -> Any:
+    """Return the name of a file without its ending; folders stay, since other files may have the same name."""
+    return _WEIGHTS.sub("", file).replace("\\", "/") if isinstance(file, str) else file
+
+
+def _stem(file: Any) -> Any:
+    return _name(file).split("/")[-1] if isinstance(file, str) else file

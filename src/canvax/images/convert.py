@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, InputError, warn
+from canvax.errors import InputError, warn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
 def to_uint8(images: Any) -> np.ndarray:
-    """Converts floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
+    """Convert floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
 
     Accepts anything with an array interface (JAX arrays, bfloat16). The rounding equals that of diffusers, so equal
     floats give equal files. NaN becomes black, with a RuntimeWarning: it means that the model overflowed its dtype.
@@ -24,9 +24,9 @@ def to_uint8(images: Any) -> np.ndarray:
     """
     array = np.asarray(images)
     if np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_:
-        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", f"must be floats in 0..1, got {array.dtype}")
     if array.dtype.kind in "cmMOSU" or array.dtype.fields is not None:
-        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", f"must be floats in 0..1, got {array.dtype}")
     array = array.astype(np.float32, copy=False)
     if np.isnan(array.max(initial=0)):
         warn(
@@ -41,7 +41,7 @@ def to_uint8(images: Any) -> np.ndarray:
 
 
 def to_pil(images: Any) -> list[Image]:
-    """Converts [B, H, W, C] or [H, W, C], uint8 or floats in 0..1, to PIL images: RGB of 3 channels, RGBA of 4.
+    """Convert [B, H, W, C] or [H, W, C], uint8 or floats in 0..1, to PIL images: RGB for 3 channels, RGBA for 4.
 
     Raises:
         InputError: ``images`` have another shape.
@@ -52,31 +52,27 @@ def to_pil(images: Any) -> list[Image]:
     if array.ndim == 3:
         array = array[None]
     if array.ndim != 4 or array.shape[-1] not in (3, 4):
-        raise InputError(
-            "images",
-            NO_VALUE,
-            f"must have the shape [B, H, W, C] or [H, W, C], with 3 or 4 channels, got {list(np.shape(images))}",
-        )
+        shape = list(np.shape(images))
+        raise InputError("images", f"must have the shape [B, H, W, C] or [H, W, C], C of 3 or 4, got {shape}")
     if array.dtype != np.uint8:
         array = to_uint8(array)
     return [Image.fromarray(np.ascontiguousarray(image)) for image in array]
 
 
 def check_equal_sizes(images: Sequence[Image]) -> None:
-    """Raises InputError, naming the first that differs, unless all images have the same size."""
+    """Raise InputError, naming the first that differs, unless all images have the same size."""
     first = images[0].size
     for i, image in enumerate(images):
         if image.size != first:
             raise InputError(
                 "images",
-                NO_VALUE,
                 f"must have one size: image 0 is {first[0]}x{first[1]}, image {i} is {image.width}x{image.height}",
-                "resize them first",
+                cure="resize them first",
             )
 
 
 def upright_rgb(image: Image) -> Image:
-    """Converts to 8-bit RGB: applies the EXIF orientation and puts transparent parts on white."""
+    """Convert to 8-bit RGB: apply the EXIF orientation and put transparent parts on white."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
@@ -90,7 +86,7 @@ def upright_rgb(image: Image) -> Image:
 
 
 def upright_mask(image: Image) -> Image:
-    """Converts to an 8-bit mask with EXIF orientation: the brightness, or for a single colour the alpha channel."""
+    """Convert to an 8-bit mask with EXIF orientation: the brightness, or for a single colour the alpha channel."""
     if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
         image = image.getchannel("A")  # a mask that was painted into the alpha channel
     return upright_rgb(image).convert("L")

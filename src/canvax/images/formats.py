@@ -1,4 +1,4 @@
-"""How each file format stores metadata, and images that write their metadata when they are saved.
+"""Storage of metadata in each file format, and images that write their metadata when they are saved.
 
 PNG: the texts ``parameters`` (read by A1111 and related programs) and ``canvax`` (JSON). JPEG and WebP: EXIF, with
 ``parameters`` as UserComment, as in A1111, and the JSON as MakerNote (EXIF 2.3, tags 0x9286 and 0x927C).
@@ -44,7 +44,7 @@ _QUALITY = {
 
 
 def format_of(path: str | Path, argument: str = "path") -> str:
-    """Returns Pillow's name of the format that a file's extension selects; an error is about ``argument``.
+    """Return Pillow's name of the format that a file's extension selects; an error is about ``argument``.
 
     Raises:
         InputError: the extension is not in ``FORMATS``.
@@ -52,17 +52,17 @@ def format_of(path: str | Path, argument: str = "path") -> str:
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
         what = f"ends in {suffix}, which is not written" if suffix else "has no ending"
-        raise InputError(argument, path, what, "end it with .png, .jpg or .webp")
+        raise InputError(argument, what, cure="end it with .png, .jpg or .webp", value=path)
     return FORMATS[suffix]
 
 
 def names_file(path: Path) -> bool:
-    """Whether the path of an output is an image file, not a folder."""
+    """Return whether the path of an output is an image file, not a folder."""
     return path.suffix.lower() in FORMATS and not path.is_dir()
 
 
 def new_image(argument: str, name: Any) -> Path:
-    """Checks, before any work is done, that an image can be written as ``name``; returns the path.
+    """Check, before any work is done, that an image can be written as ``name``; return the path.
 
     Raises:
         InputError: the extension is unknown, the file exists, or it cannot be written; about ``argument``.
@@ -70,23 +70,23 @@ def new_image(argument: str, name: Any) -> Path:
     path = named_path(argument, name)
     format_of(path, argument)
     if os.path.lexists(path):
-        raise InputError(argument, path, "exists and is not replaced", "choose another name")
+        raise InputError(argument, "exists and is not replaced", cure="choose another name", value=path)
     if not path.parent.is_dir():
         problem = f"is not in a folder that can be written to: {path.parent}"
-        raise InputError(argument, path, problem, "choose another one")
+        raise InputError(argument, problem, cure="choose another one", value=path)
     check_writable(argument, path.parent)
     return path
 
 
 def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metadata as it is written to files: each local path becomes ``./name``, since its folders are private."""
+    """Return metadata as it is written to files: each local path becomes ``./name``, since its folders are private."""
     if "grid" in metadata:
         return {**metadata, "grid": [written(entry) for entry in metadata["grid"]]}
     return {name: _without_folders(value) if name in HAVE_PATHS else value for name, value in metadata.items()}
 
 
 def _without_folders(value: Any) -> Any:
-    """Replaces each local path in ``value`` by ``./`` and its last part. Names of Hub repositories are unchanged."""
+    """Replace each local path in ``value`` by ``./`` and its last part. Names of Hub repositories are unchanged."""
     if isinstance(value, Mapping):
         return {name: _without_folders(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -99,7 +99,7 @@ def _without_folders(value: Any) -> Any:
 
 
 def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of ``Image.save`` that write ``metadata`` to a file of this format."""
+    """Return the keywords of ``Image.save`` that write ``metadata`` to a file of this format."""
     keywords = dict(_QUALITY[kind])
     if not metadata:
         return keywords
@@ -123,14 +123,14 @@ def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quality_keywords(kind: str, quality: int | None) -> dict[str, Any]:
-    """Returns the keywords of ``Image.save`` for a JPEG or WebP ``quality``; none for None or PNG."""
+    """Return the keywords of ``Image.save`` for a JPEG or WebP ``quality``; none for None or PNG."""
     if quality is None or kind == "PNG":
         return {}
     return {"quality": quality} | ({"lossless": False} if kind == "WEBP" else {})
 
 
 def texts_of_exif(file: BinaryIO, path: Path) -> dict[str, str]:
-    """Reads the texts of a JPEG or WebP, under the names they have in a PNG, without decoding pixels.
+    """Read the texts of a JPEG or WebP, under the names they have in a PNG, without decoding pixels.
 
     Raises:
         InputError: the file is neither.
@@ -143,7 +143,7 @@ def texts_of_exif(file: BinaryIO, path: Path) -> dict[str, str]:
 
 
 def exif_texts(image: Image.Image) -> dict[str, str]:
-    """Returns the texts in the EXIF of an image, under the names they have in a PNG."""
+    """Return the texts in the EXIF of an image, under the names they have in a PNG."""
     tags = image.getexif().get_ifd(_EXIF)
     texts = {}
     if isinstance(note := tags.get(_MAKER_NOTE), bytes):
@@ -167,7 +167,7 @@ class GeneratedImage(Image.Image):
 
     @classmethod
     def of(cls, image: Image.Image, metadata: Mapping[str, Any]) -> GeneratedImage:
-        """Copies ``image`` and attaches ``metadata``."""
+        """Copy ``image`` and attach ``metadata``."""
         copy = cls()
         copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
         return copy
@@ -180,12 +180,12 @@ class GeneratedImage(Image.Image):
         self.metadata = state[5] if len(state) > 5 else {}
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """Saves like ``PIL.Image.Image.save``, and adds the metadata; ``params`` take precedence.
+        """Save like ``PIL.Image.Image.save``, and add the metadata; ``params`` take precedence.
 
         A file is written atomically.
         """
         if not isinstance(format, str | None):
-            raise InputError("format", format, "is not the name of a format, such as PNG")
+            raise InputError("format", "is not the name of a format, such as PNG", value=format)
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
         suffix = Path(str(name)).suffix.lower()
         kind = str(format or FORMATS.get(suffix, "")).upper().replace("JPG", "JPEG")
@@ -210,10 +210,10 @@ class GeneratedImage(Image.Image):
 
 
 def _encodable(text: str) -> str:
-    """Escapes, as JSON does, what UTF-8 cannot encode, e.g. half of a surrogate pair."""
+    """Escape, as JSON does, what UTF-8 cannot encode, e.g. half of a surrogate pair."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plain(value: Any) -> Any:
-    """Converts a numpy scalar to a Python number."""
+    """Convert a numpy scalar to a Python number."""
     return value.item() if hasattr(value, "item") else str(value)

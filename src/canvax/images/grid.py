@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import InputError, check_count
 from canvax.images.convert import check_equal_sizes
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _MOST_PIXELS = 1 << 30
 
 
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
-    """Arranges ``images`` row by row in one image; unused cells are white.
+    """Arrange ``images`` row by row in one image; unused cells are white.
 
     Without ``rows`` and ``cols`` the grid is as square as possible, wider rather than higher. With one of them, the
     other is as small as possible.
@@ -28,9 +28,9 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     from PIL import Image
 
     if not isinstance(images, Sequence) or not all(isinstance(image, Image.Image) for image in images):
-        raise InputError("images", images, "is not a list of PIL images")
+        raise InputError("images", "is not a list of PIL images", value=images)
     if not images:
-        raise InputError("images", NO_VALUE, "is empty", "a grid needs at least one")
+        raise InputError("images", "is empty", cure="a grid needs at least one")
     check_equal_sizes(images)
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
@@ -42,7 +42,7 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
 
 
 def make_sheet(images: Sequence[Image | None], columns: Sequence[str], rows: Sequence[str] = ()) -> Image:
-    """Arranges ``images`` row by row, with a label above each column and, if ``rows`` are given, left of each row.
+    """Arrange ``images`` row by row, with a label above each column and, if ``rows`` are given, left of each row.
 
     All cells have the size of the largest image, and the other images are in the middle of theirs. A cell of None
     stays white.
@@ -78,7 +78,7 @@ def make_sheet(images: Sequence[Image | None], columns: Sequence[str], rows: Seq
 
 def _check_pixels(name: str, value: int, width: int, height: int) -> None:
     if width * height > _MOST_PIXELS:
-        raise InputError(name, value, f"make {width} x {height} pixels, which are too many", "give fewer")
+        raise InputError(name, f"make {width} x {height} pixels, which are too many", cure="give fewer", value=value)
 
 
 def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
@@ -91,6 +91,9 @@ def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
         rows = math.ceil(count / cols)
     if rows * cols < count:
         raise InputError(
-            "rows", rows, f"and cols={cols} make {rows * cols} cells for {count} images", "leave one of the two out"
+            "rows",
+            f"and cols={cols} make {rows * cols} cells for {count} images",
+            cure="leave one of the two out",
+            value=rows,
         )
     return rows, cols

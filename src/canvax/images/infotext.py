@@ -33,20 +33,20 @@ _CURVES = {
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
 _EMBEDDINGS = "TI hashes"
 _FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", _EMBEDDINGS, "Hashes", "User", "Created Date")
-"""What changes no image. Of embeddings ``embeddings_in`` tells."""
+"""Settings that do not affect images. ``embeddings_in`` reads embeddings."""
 NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
 _UPSCALERS = {"latent": "Latent", "pixel": "Lanczos"}
 """A1111's upscalers that equal canvax's methods of enlarging a first pass."""
-_FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model")
+_FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model hash", "Model")
 """A1111's order of the settings that every image has."""
 _FEWEST = 3
 """Minimum number of settings in the last line; with fewer it is the end of the prompt."""
 
 
 def to_infotext(metadata: Mapping[str, Any]) -> str:
-    """Returns the text for an image.
+    """Return the text for an image.
 
     Args:
         metadata: as in ``canvax.Result.metadata``. An optional ``sampler_label`` ("DPM++ 2M Karras") is the name of the
@@ -62,7 +62,7 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
 
 
 def _networks(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yields adapters as other programs write them in a prompt, except those with a table of weights."""
+    """Yield adapters as other programs write them in a prompt, except those with a table of weights."""
     for entry in (metadata.get("adapters") or {}).values():
         if isinstance(entry["weight"], int | float):
             name = os.path.basename(os.path.normpath(entry["file"])).removesuffix(".safetensors")
@@ -77,6 +77,7 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "Schedule type", schedule
     if "width" in metadata and "height" in metadata:
         yield "Size", f"{metadata['width']}x{metadata['height']}"
+    yield "Model hash", str(metadata.get("model_sha256") or "")[:10]
     model = str(metadata.get("model") or "")
     # The folders of a local model's path are private.
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
@@ -96,7 +97,7 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _written(record: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the settings of a record that A1111 has, under its names."""
+    """Yield the settings of a record that A1111 has, under its names."""
     for name, field in declared(record).items():
         if field.setting.infotext and values.get(name) not in (None, field.default):
             _, write = _FORMS.get(name, (None, lambda value: value))
@@ -104,7 +105,7 @@ def _written(record: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def _split_sampler(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns sampler and schedule type; an image's options override the schedule implied by the sampler's name."""
+    """Return sampler and schedule type; an image's options override the schedule implied by the sampler's name."""
     options = metadata.get("options") or {}
     sampler = str(metadata.get("sampler_label") or metadata.get("sampler") or "")
     words, curve = sampler.lower().replace("_", " "), None
@@ -125,7 +126,7 @@ def _quote(value: Any) -> str:
 
 
 def from_infotext(text: str) -> dict[str, Any]:
-    """Parses a text to the keys of ``canvax.Result.metadata``; ``other`` has the settings without a key in canvax."""
+    """Parse a text to the keys of ``canvax.Result.metadata``; ``other`` has the settings without a key in canvax."""
     prompt, negative, settings = parts_of(text)
     read = {"prompt": prompt, "negative_prompt": negative, **_read_settings(settings)}
     for table, name in ((read, "prompt"), (read, "negative_prompt"), (read["options"], "hires_prompt")):
@@ -136,7 +137,7 @@ def from_infotext(text: str) -> dict[str, Any]:
 
 
 def settings_left(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns another program's settings that canvax cannot use, except versions and hashes, which change no image."""
+    """Return another program's settings that canvax cannot use, except versions and hashes, which change no image."""
     other = metadata.get("other")
     return {name: value for name, value in other.items() if name not in _FACTS} if isinstance(other, dict) else {}
 
@@ -150,7 +151,7 @@ def embeddings_in(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def parts_of(text: str) -> tuple[str, str, dict[str, str]]:
-    """Splits a text into prompt, negative prompt and settings, without converting them."""
+    """Split a text into prompt, negative prompt and settings, without converting them."""
     *head, last = text.replace("\r\n", "\n").strip().split("\n")
     settings = dict(_split(last))
     if len(settings) < _FEWEST:
@@ -161,7 +162,7 @@ def parts_of(text: str) -> tuple[str, str, dict[str, str]]:
 
 
 def without_networks(prompt: str) -> str:
-    """Replaces each network and the blanks around it by one blank, and strips the ends of lines.
+    """Replace each network and the blanks around it by one blank, and strip the ends of lines.
 
     It uses no regular expression for repeated blanks, which would take quadratic time on thousands of blanks.
     """
@@ -172,7 +173,7 @@ def without_networks(prompt: str) -> str:
 
 
 def _split(line: str) -> Iterator[tuple[str, str]]:
-    """Yields the ``name: value`` pairs of a line; nothing if any part of the line is not a pair."""
+    """Yield the ``name: value`` pairs of a line; nothing if any part of the line is not a pair."""
     at, pairs, json_starts = 0, [], '"[{'
     while at < len(line):
         key = _KEY.match(line, at)
@@ -200,7 +201,7 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for name, field in declared(Call).items():
-        _take(settings, field.setting.infotext, field.kind.of, metadata, name)
+        _take(settings, field.setting.infotext, field.kind.value_type, metadata, name)
     _take(settings, "Model", str, metadata, "model")
     if settings.get("VAE", "none").lower() not in ("none", "automatic"):
         metadata["vae"] = settings["VAE"]
@@ -218,7 +219,7 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         settings.pop("Schedule type", None)
     for name, field in declared(OptionRecord).items():
         if _is_complete(field, settings, options):
-            _take(settings, field.setting.infotext, _FORMS.get(name, (field.kind.of,))[0], options, name)
+            _take(settings, field.setting.infotext, _FORMS.get(name, (field.kind.value_type,))[0], options, name)
     if "noise" in options:
         metadata["noise"] = options["noise"]
     if options.get("hires", 0) > 1:
@@ -232,12 +233,12 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
 
 
 def _is_complete(field: Declared, settings: Mapping[str, str], options: Mapping[str, Any]) -> bool:
-    """Whether the settings that an option goes with are there as well."""
+    """Return whether all settings that an option requires are present."""
     known = declared(OptionRecord)
-    required = field.setting.requires.partition("=")[0]
+    required = field.setting.error_without.partition("=")[0]
     if required and options.get(required, known[required].default) == known[required].default:
         return False
-    return all(known[name].setting.infotext in settings for name in field.setting.needs if name in known)
+    return all(known[name].setting.infotext in settings for name in field.setting.hint_without if name in known)
 
 
 def _from_rng(text: str) -> str:
@@ -270,7 +271,7 @@ _FORMS: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any]]] = {
 
 
 def _take(settings: dict[str, str], name: str, kind: Any, into: dict[str, Any], key: str) -> None:
-    """Moves a setting from ``settings`` to ``into``; a setting that cannot be parsed stays."""
+    """Move a setting from ``settings`` to ``into``; a setting that cannot be parsed stays."""
     if name in settings:
         try:
             into[key] = kind(settings[name])

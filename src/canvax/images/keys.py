@@ -19,12 +19,12 @@ class Key:
     """A key of metadata.
 
     Attributes:
-        of: who repeats it: a call, the model that is loaded, images that are named again, adapters; or nobody, since
-            it is a fact about the run.
-        kind: the type of its value, on which readers rely; None for arguments of a call, which are checked with others.
-        has_paths: whether it may hold paths of local files, whose folders are private.
-        argument: of images, the argument of a call that names them again.
-        noun: of images, what an error calls them.
+        of: source of the value when an image is generated again: the call, loading the model, image files, adapters;
+            or none, for facts about the run.
+        kind: type of its value, on which readers rely; None for arguments of a call, which the call checks.
+        has_paths: True if it may hold paths of local files, whose folders are private.
+        argument: for image files, the argument of a call that names them.
+        noun: for image files, their name in errors.
     """
 
     of: Literal["call", "model", "images", "adapters", "fact"]
@@ -35,7 +35,7 @@ class Key:
 
 
 _GIVEN = ("num_images_per_prompt", "latents", "options", "image", "mask", "control", "image_prompt")
-"""Arguments of a call that metadata describes in another way."""
+"""Arguments of a call that metadata stores in another form."""
 
 KEYS: dict[str, Key] = {
     **{name: Key("call") for name in declared(Call) if name not in _GIVEN},
@@ -64,6 +64,7 @@ KEYS: dict[str, Key] = {
     "embeddings": Key("adapters", dict, has_paths=True),
     **dict.fromkeys(("canvax", "sampler_label", "sampler_sha256", "noise", "steps_run", "nsfw", "id"), Key("fact")),
     **dict.fromkeys(("conditions", "grid"), Key("fact", list)),
+    "model_sha256": Key("fact", str),
     "steered": Key("fact", bool),
     "other": Key("fact", dict),
 }

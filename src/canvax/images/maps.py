@@ -24,7 +24,7 @@ SETTINGS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
 
 
 def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image:
-    """Computes a control image from an RGB image, of the same size.
+    """Compute a control image from an RGB image, of the same size.
 
     Args:
         kind: "canny": edges, white on black; "invert": for drawings, black on white; "threshold": black and white;
@@ -49,7 +49,10 @@ def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image
 def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(kind, str) or kind not in SETTINGS:
         raise InputError(
-            "kind", kind, "is not a kind of control image that is made here", nearest(str(kind), list(SETTINGS))
+            "kind",
+            "is not a kind of control image that is made here",
+            cure=nearest(str(kind), list(SETTINGS)),
+            value=kind,
         )
     numbers = {name: usual for name, (usual, _, _) in SETTINGS[kind].items()}
     for name, value in settings.items():
@@ -57,15 +60,15 @@ def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
             raise InputError(f"{kind} has no {name!r}; it has {', '.join(numbers) or 'no settings'}")
         _, low, high = SETTINGS[kind][name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise InputError(name, value, f"is not in {low:g}..{high:g}")
+            raise InputError(name, f"is not in {low:g}..{high:g}", value=value)
         numbers[name] = value
     if kind == "canny" and numbers["low"] > numbers["high"]:
-        raise InputError("low", numbers["low"], f"is above high={numbers['high']:g}", "give them in order")
+        raise InputError("low", f"is above high={numbers['high']:g}", cure="give them in order", value=numbers["low"])
     return numbers
 
 
 def canny(pixels: HostArray, low: float, high: float) -> HostArray:
-    """Returns the edges [H, W] bool of an image [H, W, C] uint8 (Canny 1986), the same pixels as OpenCV's ``Canny``.
+    """Return the edges [H, W] bool of an image [H, W, C] uint8 (Canny 1986), the same pixels as OpenCV's ``Canny``.
 
     An edge pixel is a local maximum of the gradient along its direction that is above ``high``, or above ``low`` and
     connected to a pixel above ``high``. The gradient is Sobel's in the channel where it is largest; its size is

@@ -15,28 +15,28 @@ _RADII = (256, 64, 16, 16, 4, 4, 4, 4, 2, 2, 0)
 
 
 def resized(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Resizes an image by Lanczos resampling."""
+    """Resize an image by Lanczos resampling."""
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
 
 
 def blurred(mask: Image.Image, radius: float) -> Image.Image:
-    """Softens a mask's edges by a Gaussian with this standard deviation in pixels."""
+    """Soften a mask's edges by a Gaussian with this standard deviation in pixels."""
     return mask.filter(ImageFilter.GaussianBlur(radius)) if radius else mask
 
 
 def rounded(mask: Image.Image) -> Image.Image:
-    """Rounds a mask to black and white."""
+    """Round a mask to black and white."""
     return mask.point([0] * 128 + [255] * 128)
 
 
 def extended(image: Image.Image, sides: Box) -> Image.Image:
-    """Extends an image on each side by repeating its edge pixels."""
+    """Extend an image on each side by repeating its edge pixels."""
     left, top, right, bottom = sides
     return Image.fromarray(np.pad(np.asarray(image), ((top, bottom), (left, right), (0, 0)), mode="edge"))
 
 
 def around(mask: Image.Image | None, size: tuple[int, int], sides: Box) -> Image.Image:
-    """Extends the mask of an image of ``size`` (width, height); new pixels are white."""
+    """Extend the mask of an image of ``size`` (width, height); new pixels are white."""
     left, top, right, bottom = sides
     whole = Image.new("L", (size[0] + left + right, size[1] + top + bottom), 255)
     whole.paste(Image.new("L", size, 0) if mask is None else mask, (left, top))
@@ -44,7 +44,7 @@ def around(mask: Image.Image | None, size: tuple[int, int], sides: Box) -> Image
 
 
 def painted_over(image: Image.Image, mask: Image.Image) -> Image.Image:
-    """Fills the masked part of an image with the colours of its surroundings."""
+    """Fill the masked part of an image with the colours of its surroundings."""
     kept = np.asarray(mask, np.float32)[..., None] < 127.5
     pixels = np.asarray(image, np.float32)
     painted = np.broadcast_to(pixels[kept[..., 0]].mean(axis=0), pixels.shape) if kept.any() else pixels
@@ -58,7 +58,7 @@ def painted_over(image: Image.Image, mask: Image.Image) -> Image.Image:
 
 
 def box_of(mask: Image.Image, padding: int, height: int, width: int) -> Box:
-    """Returns the crop for inpainting: the masked part with ``padding``, in the aspect ratio of height to width.
+    """Return the crop for inpainting: the masked part with ``padding``, in the aspect ratio of height to width.
 
     If nothing is masked, it is the whole image.
     """
@@ -76,12 +76,12 @@ def box_of(mask: Image.Image, padding: int, height: int, width: int) -> Box:
 
 
 def as_floats(image: Image.Image) -> HostArray:
-    """Converts an image to [H, W, 3] float32 in 0..1."""
+    """Convert an image to [H, W, 3] float32 in 0..1."""
     return np.asarray(image, np.float32) / np.float32(255)
 
 
 def pixels_resized(pixels: HostArray, height: int, width: int) -> HostArray:
-    """Resizes [H, W, 3] float32 in 0..1 by Lanczos resampling."""
+    """Resize [H, W, 3] float32 in 0..1 by Lanczos resampling."""
     if pixels.shape[:2] == (height, width):
         return pixels
     channels = [resized(Image.fromarray(pixels[..., i]), height, width) for i in range(pixels.shape[2])]

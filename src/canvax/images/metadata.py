@@ -36,7 +36,7 @@ _MAX_CHUNKS = 100_000
 
 
 def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any], *, overwrite: bool = False) -> Path:
-    """Writes an image with its metadata atomically; replaces an existing file only with ``overwrite``.
+    """Write an image with its metadata atomically; replace an existing file only with ``overwrite``.
 
     Args:
         path: the new file, in an existing folder; its extension, .png, .jpg or .webp, selects the format.
@@ -70,7 +70,7 @@ def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any], *, o
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Renames the finished file to ``path``, unless that exists."""
+    """Rename the finished file to ``path``, unless that exists."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -93,7 +93,7 @@ _NAMING, _BEING_WRITTEN = threading.Lock(), set[Path]()
 
 
 def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
-    """Returns a free name ``00001-SEED.png`` in a folder: above the highest number there.
+    """Return a free name ``00001-SEED.png`` in a folder: above the highest number there.
 
     Each ``prefix`` is counted separately.
 
@@ -115,7 +115,7 @@ def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
 def save_numbered(
     folder: str | Path, image: Image, metadata: Mapping[str, Any], seed: int, *, prefix: str = ""
 ) -> Path:
-    """Writes an image under the next free name (``unique_path``), also if other processes write to the folder.
+    """Write an image under the next free name (``unique_path``), also if other processes write to the folder.
 
     Images that threads of this process write at once have different numbers.
     """
@@ -133,7 +133,7 @@ def save_numbered(
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """Reads the settings an image was generated with from a PNG, JPEG or WebP, as in ``canvax.Result.metadata``.
+    """Read the settings an image was generated with from a PNG, JPEG or WebP, as in ``canvax.Result.metadata``.
 
     For files of canvax the result is exactly what was written. For files of A1111, Forge and stable-diffusion.cpp it
     has the settings in their text, for files of ComfyUI those of a graph with one sampler; ``other`` contains those
@@ -162,12 +162,12 @@ _OTHERS = {
 
 
 def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
-    """Reads the metadata of an open file, like ``read_metadata``; errors name ``path``."""
+    """Read the metadata of an open file, like ``read_metadata``; errors name ``path``."""
     return _parsed(_texts_of(file, path), path)
 
 
 def metadata_of(image: Image, name: str = "the image") -> dict[str, Any]:
-    """Reads the metadata of an image in memory, like ``read_metadata``; errors call it ``name``.
+    """Read the metadata of an image in memory, like ``read_metadata``; errors call it ``name``.
 
     Pillow keeps the texts of a file that it opened, until the image is changed.
     """
@@ -202,7 +202,7 @@ def _parsed(texts: Mapping[str, str], path: Path | str) -> dict[str, Any]:
 
 
 def canvax_metadata_in(file: BinaryIO, path: Path) -> dict[str, Any] | None:
-    """Reads the metadata of an open file; returns None if canvax did not write it.
+    """Read the metadata of an open file; return None if canvax did not write it.
 
     Raises:
         InputError: the file is not a PNG, JPEG or WebP, or is damaged.
@@ -213,7 +213,7 @@ def canvax_metadata_in(file: BinaryIO, path: Path) -> dict[str, Any] | None:
 
 
 def _texts_of(file: BinaryIO, path: Path) -> dict[str, str]:
-    """Reads the texts in which programs store settings."""
+    """Read the texts in which programs store settings."""
     from canvax.images.formats import INFOTEXT, JSON_TEXT, texts_of_exif
 
     is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
@@ -222,21 +222,21 @@ def _texts_of(file: BinaryIO, path: Path) -> dict[str, str]:
 
 
 def prompt_of(metadata: Mapping[str, Any]) -> str:
-    """Returns the prompt of an image; of one that was enlarged without a prompt, that of the image before."""
+    """Return the prompt of an image; of one that was enlarged without a prompt, that of the image before."""
     enlarged = metadata.get("upscale")
     before = enlarged.get("prompt") if isinstance(enlarged, dict) else None
     return next((text for text in (metadata.get("prompt"), before) if text and isinstance(text, str)), "")
 
 
 def prompt_in(file: BinaryIO) -> str:
-    """Returns the prompt that the metadata of an open image file holds; empty if it holds none."""
+    """Return the prompt that the metadata of an open image file holds; empty if it holds none."""
     with suppress(InputError, ValueError, RecursionError):
         return prompt_of(metadata_in(file, Path("the image")))
     return ""
 
 
 def check_kinds(path: Path | str, metadata: Mapping[str, Any]) -> None:
-    """Raises InputError if an entry of metadata to generate from has the wrong type.
+    """Raise InputError if an entry of metadata to generate from has the wrong type.
 
     Reading does not check this, so that damaged metadata can still be shown.
     """
@@ -251,7 +251,7 @@ def check_kinds(path: Path | str, metadata: Mapping[str, Any]) -> None:
 
 
 def _canvax_metadata(text: str | None) -> dict[str, Any] | None:
-    """Parses the JSON that canvax writes; returns None if it is something else, without a prompt or a grid's images."""
+    """Parse the JSON that canvax writes; return None if it is something else, without a prompt or a grid's images."""
     try:
         metadata = json.loads(text or "", parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
@@ -260,7 +260,7 @@ def _canvax_metadata(text: str | None) -> dict[str, Any] | None:
 
 
 def _finite(text: str) -> float:
-    """Parses a number of the JSON text; canvax never writes infinity or NaN."""
+    """Parse a number of the JSON text; canvax never writes infinity or NaN."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)
@@ -268,7 +268,7 @@ def _finite(text: str) -> float:
 
 
 def _texts(file: BinaryIO, path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yields the name and text of each text chunk of a PNG, in order; the text is empty if not in ``names``."""
+    """Yield the name and text of each text chunk of a PNG, in order; the text is empty if not in ``names``."""
     size = file.seek(0, os.SEEK_END)
     file.seek(len(_SIGNATURE))
     for _ in range(_MAX_CHUNKS):
@@ -292,7 +292,7 @@ def _texts(file: BinaryIO, path: Path, names: tuple[str, ...]) -> Iterator[tuple
 
 
 def _decode(kind: bytes, body: bytes, path: Path, name: str) -> str:
-    """Decodes the text of a chunk from ``body``, the bytes after its keyword."""
+    """Decode the text of a chunk from ``body``, the bytes after its keyword."""
     packed = kind == b"zTXt"
     if packed:
         body = body[1:]

@@ -22,12 +22,12 @@ Form = Callable[[Array, Array, Array, Array | None, Array | None], Array]
 """Maps queries, keys and values of as many heads, a mask and a bias to attention's output. It gets one device's part,
 and is never causal."""
 
-_own: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention", default=None)
+_replacement: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention", default=None)
 
 
 @contextmanager
 def using(form: Callable[..., Array]) -> Iterator[None]:
-    """Computes all attention by a form of your own. What runs within it is compiled anew, and stored nowhere.
+    """Compute all attention of the context by your function. Programs are compiled again and not stored.
 
         def local(q, k, v, *, where, **terms):
             if where.endswith("attn1"):
@@ -43,12 +43,12 @@ def using(form: Callable[..., Array]) -> Iterator[None]:
             with the keywords ``mask``, ``bias``, ``scale`` and ``causal`` of ``attention``; and with ``where``, the
             layer's path (``canvax.kernels.outline.where``). Within it, ``attention`` is canvax's.
     """
-    token = _own.set(form)
+    token = _replacement.set(form)
     try:
         with replacing(__name__, "using", form):
             yield
     finally:
-        _own.reset(token)
+        _replacement.reset(token)
 
 
 def attention(
@@ -63,7 +63,7 @@ def attention(
     causal: bool = False,
     upcast: bool = False,
 ) -> Array:
-    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
+    """Compute scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
 
     Args:
         q: queries [B, Tq, N, Dh].
@@ -82,25 +82,26 @@ def attention(
     shards = weight_shards()
     if k.shape[2] % shards and q.shape[2] % shards == 0:  # no device has all query heads of a group
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    own = _own.get()
-    form = None if causal or own else _special_form(q, k)  # a kernel does not pay off for a text encoder's 77 tokens
+    replacement = _replacement.get()
+    # A kernel does not pay off for a text encoder's 77 tokens.
+    form = None if causal or replacement else _special_form(q, k)
     if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # their scores are always float32
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if lengths is not None and not (form is gpu.attend_by_cudnn and mask is None):
         prefix = jnp.arange(k.shape[1])[None] < lengths[:, None]
         mask = prefix if mask is None else mask & prefix
-    how = {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
-    if own:
-        token = _own.set(None)  # so that it may call this function
+    scaled = {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    if replacement:
+        token = _replacement.set(None)  # so that it may call this function
         try:
-            return own(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **how)
+            return replacement(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **scaled)
         finally:
-            _own.reset(token)
+            _replacement.reset(token)
     if form is None:
-        return plain_attention(q, k, v, mask=mask, bias=bias, causal=causal, **how)
+        return plain_attention(q, k, v, mask=mask, bias=bias, causal=causal, **scaled)
     if form is gpu.attend_by_cudnn:
-        return _on_each_device(partial(form, **how), q, k, v, lengths if mask is None else mask, bias)
-    return _on_each_device(partial(_by_group, partial(form, **how)), q, k, v, mask, bias)
+        return _on_each_device(partial(form, **scaled), q, k, v, lengths if mask is None else mask, bias)
+    return _on_each_device(partial(_by_group, partial(form, **scaled)), q, k, v, mask, bias)
 
 
 def plain_attention(
@@ -113,7 +114,7 @@ def plain_attention(
     scale: float | None = None,
     causal: bool = False,
 ) -> Array:
-    """Attention as in the paper, with all scores [B, N, Tq, Tk] in memory; the arguments of ``attention``."""
+    """Compute attention as in the paper, with all scores [B, N, Tq, Tk] in memory; arguments as for ``attention``."""
     queries, factor = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
 
     def attend(q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
@@ -133,7 +134,7 @@ def plain_attention(
 
 
 def _by_group(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
-    """Calls ``form`` with a head for each group, whose queries are those of its heads, one head after the other."""
+    """Call ``form`` with a head for each group, whose queries are those of its heads, one head after the other."""
     (batch, queries, heads, _), groups = q.shape, k.shape[2]
     if heads == groups:
         return form(q, k, v, mask, bias)
@@ -147,7 +148,7 @@ def _by_group(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias
 
 
 def _special_form(q: Array, k: Array) -> Callable[..., Array] | None:
-    """Returns the form that is faster than the plain form on the target platform, or None."""
+    """Return the form that is faster than the plain form on the target platform, or None."""
     platform = target_platform()
     if platform == "cpu" and cpu.many_scores(q, k):
         return cpu.attend_head_by_head
@@ -161,7 +162,7 @@ def _special_form(q: Array, k: Array) -> Callable[..., Array] | None:
 
 
 def _on_each_device(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
-    """Runs a form that XLA cannot partition on each device's images and, if the weights are split, on its heads."""
+    """Run a form that XLA cannot partition on each device's images and, if the weights are split, on its heads."""
     split = "model" if weight_shards() > 1 and k.shape[2] % weight_shards() == 0 else None
     spec, images = PartitionSpec("data", None, split, None), PartitionSpec("data")
     for_bias = None

@@ -22,7 +22,7 @@ Convolution = Callable[[Array, Array], Array]
 
 
 def on_each_image(function: Convolution) -> Convolution:
-    """Runs ``function``, which XLA cannot partition, on each device's images with the whole weight."""
+    """Run ``function``, which XLA cannot partition, on each device's images with the whole weight."""
 
     def on_devices(weight: Array, x: Array) -> Array:
         batch = PartitionSpec("data")
@@ -32,7 +32,7 @@ def on_each_image(function: Convolution) -> Convolution:
 
 
 def with_reference_vjp(reference: Convolution) -> Callable[[Convolution], Convolution]:
-    """Returns a decorator for another form of ``reference``: each device runs it on its images, with the gradient of
+    """Return a decorator for another form of ``reference``: each device runs it on its images, with the gradient of
     ``reference``.
 
     A gradient through the form would have to keep, or compute again, all its intermediate results.
@@ -53,7 +53,7 @@ def with_reference_vjp(reference: Convolution) -> Callable[[Convolution], Convol
 
 
 def pair_weights(weight: Array, dtype: DType) -> list[list[Array]]:
-    """Splits a 3x3 weight for doubled pixels into four 2x2 weights for the original pixels.
+    """Split a 3x3 weight for doubled pixels into four 2x2 weights for the original pixels.
 
     Each is for one of the four pixels that an original pixel becomes. Taps on copies of the same pixel are added up,
     which leaves four ninths of the work.
@@ -63,7 +63,7 @@ def pair_weights(weight: Array, dtype: DType) -> list[list[Array]]:
 
 
 def _pair(weight: Array, place: int, axis: int) -> Array:
-    """Turns three taps on doubled pixels into two on the original pixels, for the first or second copy of a pixel."""
+    """Turn three taps on doubled pixels into two on the original pixels, for the first or second copy of a pixel."""
     first, second, third = jnp.split(weight, 3, axis)
     taps = (first, second + third) if place == 0 else (first + second, third)
     return jnp.concatenate(taps, axis)
@@ -72,14 +72,14 @@ def _pair(weight: Array, place: int, axis: int) -> Array:
 def convolve_pairs(
     kernels: Array | Sequence[Sequence[Array]], x: Array, convolve: Callable[[Array, Array, int, Padding], Array]
 ) -> Array:
-    """Convolves a doubled image: calls ``convolve`` with each of the four weights of ``pair_weights``."""
+    """Convolve a doubled image: calls ``convolve`` with each of the four weights of ``pair_weights``."""
     y = [[convolve(kernels[i][j], x, 1, ((1 - i, i), (1 - j, j))) for j in (0, 1)] for i in (0, 1)]
     b, h, w, _ = x.shape
     return jnp.stack([jnp.stack(row, axis=3) for row in y], axis=2).reshape(b, 2 * h, 2 * w, -1)
 
 
 def in_strips(x: Array, outputs: int, convolve: Callable[[Array, Array | int, int], Array], sums: int) -> Array:
-    """Convolves as many images at a time, or rows of an image, as keep the float32 sums within ``sums`` bytes.
+    """Convolve as many images at a time, or rows of an image, as keep the float32 sums within ``sums`` bytes.
 
     Args:
         x: [B, H, W, Cin].

@@ -12,7 +12,7 @@ from canvax.types import Array
 
 
 def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
-    """Applies a 2-D convolution without bias, [B, H, W, Cin] -> [B, H', W', Cout].
+    """Apply a 2-D convolution without bias, [B, H, W, Cin] -> [B, H', W', Cout].
 
     ``padding`` is (before, after) on both axes.
     """
@@ -25,7 +25,7 @@ def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, in
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
-    """Applies a 3x3 convolution without bias after nearest-neighbour doubling: [B, h, w, Cin] -> [B, 2h, 2w, Cout].
+    """Apply a 3x3 convolution without bias after nearest-neighbour doubling: [B, h, w, Cin] -> [B, 2h, 2w, Cout].
 
     On CPUs and TPUs the doubled image is never computed: its pixels are copies of each other, so this saves at least
     half of the work.
@@ -39,6 +39,6 @@ def convolve_doubled(weight: Array, x: Array) -> Array:
 
 
 def doubled(x: Array) -> Array:
-    """Doubles [B, h, w, C] -> [B, 2h, 2w, C] by nearest neighbour, as a broadcast."""
+    """Double [B, h, w, C] -> [B, 2h, 2w, C] by nearest neighbour, as a broadcast."""
     b, h, w, c = x.shape
     return jnp.broadcast_to(x[:, :, None, :, None, :], (b, h, 2, w, 2, c)).reshape(b, 2 * h, 2 * w, c)

@@ -64,14 +64,14 @@ PRODUCT_BYTES = 48 * 2**20
 
 
 def many_scores(q: Array, k: Array) -> bool:
-    """Whether the scores of a head [Tq, Tk] are too many for the caches, which other data also needs."""
+    """Return whether the scores of a head [Tq, Tk] are too many for the caches, which other data also needs."""
     return q.shape[1] * k.shape[1] > CHUNK_SCORES // 4
 
 
 def attend_head_by_head(
     q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None, *, scale: float
 ) -> Array:
-    """Attention for long sequences on the CPU: a chunk of the queries of a head at a time, as plain matrices.
+    """Compute attention for long sequences on the CPU: one chunk of a head's queries at a time, as plain matrices.
 
     The whole score matrix (1 GiB for 4,096 tokens, 8 heads and guidance) never exists. A chunk of queries sees all
     keys, so its softmax needs no second pass. The result is divided, not the scores, since it is narrower.
@@ -119,7 +119,7 @@ def attend_head_by_head(
 
 
 def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
-    """Computes ``canvax.kernels.convolution.convolve`` in the form that is fastest for these sizes."""
+    """Compute ``canvax.kernels.convolution.convolve`` in the form that is fastest for these sizes."""
     inputs, outputs = weight.shape[2:]
     same_size = (stride, padding) == (1, (1, 1))
     if weight.shape[:2] == (3, 3) and weight_shards() == 1:
@@ -134,14 +134,14 @@ def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> 
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
-    """Computes ``canvax.kernels.convolution.convolve_doubled`` by doubling products, with a quarter of the work."""
+    """Compute ``canvax.kernels.convolution.convolve_doubled`` by doubling products, with a quarter of the work."""
     if weight_shards() > 1:
         return convolve_pairs(pair_weights(weight, x.dtype), x, by_xla)
     return on_each_image(_doubled_products)(weight, x)
 
 
 def by_xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
-    """XLA's convolution, always in float32, since in 16 bits it takes up to four times as long on a CPU."""
+    """Compute XLA's convolution, always in float32, since 16 bits take up to four times as long on a CPU."""
     return _direct_with_vjp(weight.astype(jnp.float32), x.astype(jnp.float32), stride, padding).astype(x.dtype)
 
 
@@ -154,7 +154,7 @@ def _direct(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
 
 
 def _backward(stride: int, padding: Padding, operands: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
-    """Returns the gradients of ``_direct``, given ``slope``, the gradient of its result.
+    """Return the gradients of ``_direct``, given ``slope``, the gradient of its result.
 
     The weight's gradient is a matmul for each tap, the image's a convolution of the slope with the flipped weight.
     """
@@ -181,11 +181,11 @@ def _backward(stride: int, padding: Padding, operands: tuple[Array, Array], slop
 _direct_with_vjp = jax.custom_vjp(_direct, nondiff_argnums=(2, 3))
 """XLA's convolution with a custom gradient. XLA's gradient convolutions in a larger program partly have a layout that
 its fast CPU convolution does not support, which makes training ten times slower."""
-_direct_with_vjp.defvjp(lambda weight, x, *how: (_direct(weight, x, *how), (weight, x)), _backward)
+_direct_with_vjp.defvjp(lambda weight, x, *static: (_direct(weight, x, *static), (weight, x)), _backward)
 
 
 def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
-    """Computes a 3x3 convolution as one matmul: the nine shifted images side by side times the weight (im2col)."""
+    """Compute a 3x3 convolution as one matmul: the nine shifted images side by side times the weight (im2col)."""
     padded = jnp.pad(x, ((0, 0), padding, padding, (0, 0)))
     _, h, w, c = padded.shape
     moved = [padded[:, i : h - 2 + i : stride, j : w - 2 + j : stride] for i in range(3) for j in range(3)]
@@ -194,7 +194,7 @@ def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -
 
 
 def has_amx() -> bool:
-    """Whether this processor multiplies bfloat16 matrices with AMX.
+    """Return whether this processor multiplies bfloat16 matrices with AMX.
 
     XLA's matmuls are then 3 to 5 times as fast as in float32, but its convolutions do not use AMX.
     """
@@ -203,7 +203,7 @@ def has_amx() -> bool:
 
 @with_reference_vjp(_by_xla_3x3)
 def _by_taps(weight: Array, x: Array) -> Array:
-    """Computes a 3x3 convolution with padding 1 as a sum of nine matmuls, one per tap, each with a shifted image."""
+    """Compute a 3x3 convolution with padding 1 as a sum of nine matmuls, one per tap, each with a shifted image."""
 
     def part(x: Array, first: Array | int, rows: int) -> Array:
         w = x.shape[2]
@@ -224,7 +224,7 @@ def _supports_tiles(weight: Array, x: Array) -> bool:
 
 
 def _winograd(*points: float) -> list[np.ndarray]:
-    """Returns Winograd's matrices for a 3x3 kernel and tiles of 4 x 4 pixels (Lavin & Gray 2016, section 4.3).
+    """Return Winograd's matrices for a 3x3 kernel and tiles of 4 x 4 pixels (Lavin & Gray 2016, section 4.3).
 
     They use five ``points`` of an axis, and infinity.
 
@@ -248,7 +248,7 @@ accuracy of Winograd convolution")."""
 
 @with_reference_vjp(_by_xla_3x3)
 def _by_tiles(weight: Array, x: Array) -> Array:
-    """Computes a 3x3 convolution with padding 1 by Winograd's method: 36 float32 products for 16 pixels, not 144.
+    """Compute a 3x3 convolution with padding 1 by Winograd's method: 36 float32 products for 16 pixels, not 144.
 
     All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacking
     strided slices takes XLA seven times as long.
@@ -265,7 +265,7 @@ def _by_tiles(weight: Array, x: Array) -> Array:
     inside = (width * i + 4 * column + j)[:, :, None]
 
     def rows_of_tiles(first: Array | np.ndarray) -> Array:
-        """Returns [n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
+        """Return [n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
         pixels = (first[None, None, :, None] + inside).reshape(36, -1)
         tiles = jax.lax.bitcast_convert_type(bits.at[pixels].get(mode="promise_in_bounds"), x.dtype).astype(jnp.float32)
         points = jnp.matmul(TO_POINTS, tiles.reshape(36, -1)).reshape(36, -1, c)
@@ -281,7 +281,7 @@ def _by_tiles(weight: Array, x: Array) -> Array:
 
 
 def _doubled_products(weight: Array, x: Array) -> Array:
-    """Computes ``convolve_doubled``: doubles and shifts each tap's product with the small image, and adds them up.
+    """Compute ``convolve_doubled``: doubles and shifts each tap's product with the small image, and add them up.
 
     This takes 9 products for four pixels of the doubled image. Convolving the doubled image would take 36, and 16 with
     the weights of ``pair_weights``.

@@ -10,7 +10,7 @@ from canvax.types import Array
 
 
 def matmul(x: Array, weight: Array, scale: Array | None = None) -> Array:
-    """Returns ``x @ weight`` in the dtype of ``x``; a ``scale`` multiplies the float32 sums before they are rounded.
+    """Return ``x @ weight`` in the dtype of ``x``; a ``scale`` multiplies the float32 sums before they are rounded.
 
     On the CPU a bfloat16 product requests float32 sums, which XLA uses anyway. With this, XLA of jax 0.10 multiplies at
     twice the rate of float32 if the processor can (AVX512-BF16), and below the rate of float32 otherwise.
@@ -24,7 +24,7 @@ def matmul(x: Array, weight: Array, scale: Array | None = None) -> Array:
 
 
 def matmul_8bit(x: Array, weight: Array, scale: Array) -> Array:
-    """Returns ``x @ (weight * scale)`` in the dtype of ``x``, which is rounded to the 8 bits of ``weight`` [in, ...].
+    """Return ``x @ (weight * scale)`` in the dtype of ``x``, which is rounded to the 8 bits of ``weight`` [in, ...].
 
     Each token, a row of the last axis of ``x``, has its scale: its largest magnitude becomes the largest number of 8
     bits. A CPU multiplies the same numbers in the dtype of ``x``, since XLA has no fast 8-bit product there.

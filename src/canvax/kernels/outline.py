@@ -31,8 +31,7 @@ _RECOMPUTED: ContextVar[bool] = ContextVar("recomputed", default=False)
 
 @contextmanager
 def recomputed(recompute: bool) -> Iterator[None]:
-    """Within it, gradients of ``outlined`` blocks recompute what a block computed, and keep its inputs alone (Chen et
-    al. 2016)."""
+    """Recompute blocks in gradients: ``outlined`` blocks keep only their inputs (Chen et al. 2016)."""
     token = _RECOMPUTED.set(recompute)
     try:
         yield
@@ -45,24 +44,24 @@ _where = jax.make_user_context("")
 
 
 def where() -> str:
-    """Returns the path of the layer that is traced, in the parameters; "" outside ``canvax.kernels.attention.using``.
+    """Return the path of the traced layer in the parameters; "" outside ``canvax.kernels.attention.using``.
 
     For example "down_blocks.1.attentions.0.transformer_blocks.0.attn1", or "single_transformer_blocks.5". What a
-    ControlNet, a text encoder or an autoencoder computes has a name in front: "controlnet.", "text_encoder.", "vae.".
+    ControlNet, a text encoder or an autoencoder computes has a prefix: "controlnet.", "text_encoder.", "vae.".
     """
     return _where.value or ""
 
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Names what is traced within it: in profiles and, for attention of a user's own, in ``where``."""
+    """Name the traced computations of the context: in profiles and, for a user's attention, in ``where``."""
     path = f"{where()}.{name}".lstrip(".")
     with jax.named_scope(name), _where(path) if stand_ins() else nullcontext():  # each path is traced by itself
         yield
 
 
 def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Keeps a block a separate XLA computation, not inlined, on the CPU.
+    """Keep a block a separate XLA computation, not inlined, on the CPU.
 
     The CPU compiler then optimises and schedules many small computations, not one of tens of thousands of lines, and
     the arrays of a block are freed before the next block runs. For SDXL at 1024 x 1024 the denoiser needs 1.2 GB
@@ -99,7 +98,7 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def by_rows(function: Callable[..., Array], p: Any, x: Any, *shared: Any) -> Array:
-    """Returns ``function(p, x, *shared)``; each row of the result must depend only on the same row of ``x``.
+    """Return ``function(p, x, *shared)``; each row of the result must depend only on the same row of ``x``.
 
     On the CPU this computes a few rows at a time if the image is so large that the intermediate results of ``function``
     would not stay in the caches: the feed-forward of 2 x 4,096 rows of 320 channels then takes half the time.

@@ -1,5 +1,7 @@
-"""The target of a trace: the platform, so that kernels are chosen for the target and not for the host, and the mesh,
-which a kernel needs if XLA cannot partition it."""
+"""The target of a trace: the platform, which determines kernels, and the mesh.
+
+Kernels are chosen for the target, not for the host. A kernel that XLA cannot partition needs the mesh.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _target = jax.make_user_context(None)
 
 @contextmanager
 def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capability: str = "") -> Iterator[None]:
-    """Chooses kernels for ``platform`` while tracing, whatever machine does the tracing.
+    """Choose kernels for ``platform`` while tracing, whatever machine does the tracing.
 
     Args:
         platform: "cpu", "gpu" or "tpu"; "none" uses no platform's kernels, which is how a model's work is counted.
@@ -47,12 +49,12 @@ def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capab
 
 
 def plain_kernels() -> AbstractContextManager[None]:
-    """Uses no platform-specific kernels: slower, but forward-mode derivatives (``jax.jvp``) work."""
+    """Use no platform-specific kernels: slower, but forward-mode derivatives (``jax.jvp``) work."""
     return compiling_for("none")
 
 
 def jitted(function: Callable[..., Any], *, static_argnames: str | Sequence[str]) -> Callable[..., Any]:
-    """``jax.jit`` that traces again if code of canvax was replaced or a static argument's code was edited.
+    """Apply ``jax.jit``, but trace again if code of canvax was replaced or a static argument's code was edited.
 
     Static arguments must be passed by keyword.
     """
@@ -72,12 +74,12 @@ def jitted(function: Callable[..., Any], *, static_argnames: str | Sequence[str]
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the jaxpr of ``function`` for the current target."""
+    """Return the jaxpr of ``function`` for the current target."""
     return jax.make_jaxpr(function)(*arguments).jaxpr
 
 
 def compiling_on(mesh: Mesh, *, split: bool = True, fused: bool = True) -> AbstractContextManager[None]:
-    """``compiling_for`` the devices of ``mesh``.
+    """Choose kernels for the devices of ``mesh``, as ``compiling_for``.
 
     Args:
         mesh: the devices.
@@ -101,24 +103,24 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 """XLA's compiler options for each platform."""
 
 
-def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **how: Any) -> Compiled:
-    """Returns the program that ``compile_or_fall_back`` compiles."""
-    return compile_or_fall_back(mesh, function, *arguments, **how)[0]
+def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **options: Any) -> Compiled:
+    """Return the program that ``compile_or_fall_back`` compiles."""
+    return compile_or_fall_back(mesh, function, *arguments, **options)[0]
 
 
 def compile_or_fall_back(
-    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **how: Any
+    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **options: Any
 ) -> tuple[Compiled, bool]:
-    """Compiles ``function`` for the devices of ``mesh``; also returns whether no fallback was needed.
+    """Compile ``function`` for the devices of ``mesh``; also return whether no fallback was needed.
 
     If a GPU's cuDNN is missing or has no attention for the GPU, the program is compiled without cuDNN: slower, but it
-    works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``how`` are
+    works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``options`` are
     arguments of ``jax.jit``.
     """
 
     def compiled(*, fused: bool) -> Compiled:
         with compiling_on(mesh, split=split, fused=fused):
-            lowered = jax.jit(function, **how).lower(*arguments)
+            lowered = jax.jit(function, **options).lower(*arguments)
             return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
 
     try:
@@ -132,26 +134,26 @@ def compile_or_fall_back(
 
 
 def target_platform() -> str:
-    """Returns the platform of the current trace's target; outside ``compiling_for`` JAX's default backend."""
+    """Return the platform of the current trace's target; outside ``compiling_for`` JAX's default backend."""
     target = _target.value
     return target.platform if target else jax.default_backend()
 
 
 def target_kind() -> str:
-    """Returns the target's ``device_kind``, e.g. "TPU v3"; "" if ``compiling_for`` got none."""
+    """Return the target's ``device_kind``, e.g. "TPU v3"; "" if ``compiling_for`` got none."""
     target = _target.value
     return target.kind if target else jax.devices()[0].device_kind
 
 
 def target_capability() -> float:
-    """Returns the compute capability of the target, e.g. 9.0; 0.0 unless it is an NVIDIA GPU."""
+    """Return the compute capability of the target, e.g. 9.0; 0.0 unless it is an NVIDIA GPU."""
     target = _target.value
     return _number(target.capability if target else _capability(jax.devices()[0]))
 
 
 @cache
 def processor() -> dict[str, str]:
-    """Returns what Linux reports of the first processor in ``/proc/cpuinfo``, such as "flags"; nothing elsewhere."""
+    """Return what Linux reports of the first processor in ``/proc/cpuinfo``, such as "flags"; nothing elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
     except OSError:
@@ -160,13 +162,13 @@ def processor() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def half_of(device: Any) -> str:
-    """Returns the 16-bit dtype that a TPU or GPU multiplies fast."""
+def fast_16bit_dtype_of(device: Any) -> str:
+    """Return the 16-bit dtype that a TPU or GPU multiplies fast."""
     return fast_16bit_dtype(_number(_capability(device)))
 
 
 def fast_16bit_dtype(capability: float) -> str:
-    """Returns the fast 16-bit dtype for a compute capability, 0.0 if it is not an NVIDIA GPU.
+    """Return the fast 16-bit dtype for a compute capability, 0.0 if it is not an NVIDIA GPU.
 
     NVIDIA GPUs before Ampere (8.0) have no bfloat16.
     """
@@ -178,13 +180,13 @@ def _number(capability: str) -> float:
 
 
 def target_mesh() -> Mesh | None:
-    """Returns the devices that XLA splits the current trace over; None if the trace is for one device."""
+    """Return the devices that XLA splits the current trace over; None if the trace is for one device."""
     target = _target.value
     return target.mesh if target and target.mesh is not None and target.mesh.size > 1 else None
 
 
 def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Runs ``kernel``, which XLA cannot partition, on each device of ``target_mesh`` with that device's part."""
+    """Run ``kernel``, which XLA cannot partition, on each device of ``target_mesh`` with that device's part."""
     mesh = target_mesh()
     if mesh is None:
         return kernel
@@ -192,12 +194,12 @@ def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) ->
 
 
 def weight_shards() -> int:
-    """Returns how many devices share the weights of a copy of the model: the size of the axis ``model``."""
+    """Return how many devices share the weights of a copy of the model: the size of the axis ``model``."""
     return _size_of("model")
 
 
 def batch_shards() -> int | None:
-    """Returns how many devices share the batch, the size of the axis ``data``; None outside ``compiling_for``."""
+    """Return how many devices share the batch, the size of the axis ``data``; None outside ``compiling_for``."""
     return _size_of("data") if _target.value else None
 
 

@@ -50,7 +50,7 @@ _BACKWARD_BLOCKS = (
 
 
 def supports_flash(q: Array, k: Array) -> bool:
-    """Whether flash attention compiles for this dtype and head size, and pays off."""
+    """Return whether flash attention compiles for this dtype and head size, and pays off."""
     width = q.shape[-1]
     compiles = q.dtype in (jnp.float32, jnp.bfloat16) and (width < LANES or width % LANES == 0)
     return compiles and k.shape[1] >= MIN_KEYS and target_kind() not in RETIRED
@@ -59,7 +59,7 @@ def supports_flash(q: Array, k: Array) -> bool:
 def attend_by_flash(
     q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None, *, scale: float
 ) -> Array:
-    """Attention with online softmax (Dao et al. 2022) by JAX's kernel; no score leaves the chip's VMEM.
+    """Compute attention with online softmax (Dao et al. 2022) by JAX's kernel; no score leaves the chip's VMEM.
 
     Up to 4,096 keys, as in Stable Diffusion at 512 x 512 and SDXL at 1024 x 1024, form a single block, whose softmax
     needs one pass. Other lengths are padded to equal blocks. The padding is masked, as are keys outside ``mask``.
@@ -94,7 +94,7 @@ def attend_by_flash(
 
 
 def key_block(keys: int, width: int) -> int:
-    """Returns the keys per block of flash attention: equal blocks with as little padding as possible, then as few."""
+    """Return the keys per block of flash attention: equal blocks with as little padding as possible, then as few."""
     most, long = (KEYS_AT_ONCE, LONG_BLOCK) if width <= LANES else (KEYS_AT_ONCE // 4, KEYS_AT_ONCE // 4)
     if _ceil(keys, LANES) <= most:
         return _ceil(keys, LANES)
@@ -102,12 +102,12 @@ def key_block(keys: int, width: int) -> int:
 
 
 def _ceil(length: int, multiple: int) -> int:
-    """Rounds ``length`` up to a multiple."""
+    """Round ``length`` up to a multiple."""
     return -(-length // multiple) * multiple
 
 
 def supports_taps(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
-    """Whether ``convolve_by_taps`` supports this convolution and pays off."""
+    """Return whether ``convolve_by_taps`` supports this convolution and pays off."""
     same = (weight.shape[:2], stride, padding) == ((3, 3), 1, (1, 1))
     return same and min(weight.shape[2:]) >= MIN_CHANNELS and _by_taps_here()
 
@@ -126,7 +126,7 @@ def _by_xla_3x3(weight: Array, x: Array) -> Array:
 
 @with_reference_vjp(_by_xla_3x3)
 def convolve_by_taps(weight: Array, x: Array) -> Array:
-    """Computes a 3x3 convolution with padding 1 as a sum of nine matmuls, one per tap, each with a shifted image.
+    """Compute a 3x3 convolution with padding 1 as a sum of nine matmuls, one per tap, each with a shifted image.
 
     With XLA's convolution of few images the TPU compiler cuts each image into strips and spends more time on copies
     than on products. Here, by the compiler's estimate for v5e, it multiplies at 83 % of the peak if channels are
@@ -141,14 +141,14 @@ def convolve_by_taps(weight: Array, x: Array) -> Array:
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
-    """Computes ``canvax.kernels.convolution.convolve_doubled`` as four 2x2 convolutions (see ``pair_weights``)."""
+    """Compute ``canvax.kernels.convolution.convolve_doubled`` as four 2x2 convolutions (see ``pair_weights``)."""
     kernels = pair_weights(weight, x.dtype)
     return _pairs_by_taps(jnp.array(kernels), x) if _by_taps_here() else convolve_pairs(kernels, x, _by_xla)
 
 
 @with_reference_vjp(lambda kernels, x: convolve_pairs(kernels, x, _by_xla))
 def _pairs_by_taps(kernels: Array, x: Array) -> Array:
-    """Computes ``convolve_pairs`` by taps, with the four weights as ``kernels`` [2, 2, 2, 2, Cin, Cout]."""
+    """Compute ``convolve_pairs`` by taps, with the four weights as ``kernels`` [2, 2, 2, 2, Cin, Cout]."""
 
     def part(x: Array, first: Array | int, rows: int) -> Array:
         def place(number: Array | int) -> Array:
@@ -162,7 +162,7 @@ def _pairs_by_taps(kernels: Array, x: Array) -> Array:
 
 
 def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows: int) -> Array:
-    """Computes ``rows`` rows of the sum over the taps of ``kernel`` [kh, kw, Cin, Cout], each times the shifted image.
+    """Compute ``rows`` rows of the sum over the taps of ``kernel`` [kh, kw, Cin, Cout], each times the shifted image.
 
     ``corner`` is the row and column, in the image padded by one zero on each side, where the first tap begins.
     """

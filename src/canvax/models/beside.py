@@ -1,11 +1,11 @@
-"""Places for low-rank adapters beside the weights of a network, each image of a batch with a mixture of its own.
+"""Low-rank adapters beside the weights of a network; each image of a batch has its own mixture of them.
 
-    y = x W + sum over places k of w[b, k] (x down_k) up_k
+    y = x W + sum over slots k of w[b, k] (x down_k) up_k
 
-A place is one flat array of a fixed length: the factors of all layers one behind the other, padded with zeros to one
-rank. So an adapter is put there by one transfer, whatever it changes, and the program, which cuts the array up before
-its loop, is the same for all. The factors of all places of a layer lie side by side along the rank, so that a layer has
-two products more, not two for each place.
+Each slot is one flat array of fixed length: the factors of all layers end to end, padded with zeros to one rank. One
+transfer fills a slot, whatever layers the adapter changes, and the compiled program, which cuts the array up before its
+loop, is the same for every adapter. The factors of all slots of a layer are concatenated along the rank, so that a
+layer has two more products, not two per slot.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from canvax.nn import LOW_RANK, SHARE
-from canvax.params import Axis, Param, Params, Spec, flatten
+from canvax.params import Axis, Param, Params, Spec, copied, flatten
 from canvax.types import Array
 
 ADAPTERS = "adapters"
-"""Among the parameters of a network: its places, ``{"0": [n], "1": [n], ...}``. Among the conditions of an image: how
-much of each it has [B, K] float32."""
+"""Key of the slots in a network's parameters, ``{"0": [n], "1": [n], ...}``, and of the weight of each slot in an
+image's conditions, [B, K] float32.
+"""
 
 LAYERS: Mapping[str, str] = {
     "attention": "queries, keys, values and outputs of all attention",
     "transformer": "attention, feed-forward and the projections around them",
     "all": "every matrix and convolution",
 }
-"""Which layers of a network have places."""
+"""Layers of a network that have slots, by the name of the choice."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Room for adapters, which decides the programs.
+    """Number and size of the adapter slots; they determine the compiled programs.
 
     Attributes:
-        count: K, adapters at a time.
-        rank: r, the most that an adapter may have in one layer.
+        count: K, the number of slots.
+        rank: r, the largest rank of an adapter in any layer.
         layers: a key of ``LAYERS``.
     """
 
@@ -49,15 +50,15 @@ class Places:
 
 
 class Slot(NamedTuple):
-    """Where the factors of a layer lie in a place: ``down`` [r, in, kh, kw] from ``begin``, then ``up`` [out, r].
+    """Position of a layer's factors in the flat array: ``down`` [r, in, kh, kw] from ``begin``, then ``up`` [out, r].
 
-    They lie as files have them, so that putting them there is copying; the program turns them around.
+    The factors have the layout of the files, so that filling a slot is a copy; the program transposes them.
 
     Attributes:
         param: the layer's weight.
         begin: index of the first number.
-        down: shape.
-        up: shape.
+        down: shape of ``down``.
+        up: shape of ``up``.
     """
 
     param: Param
@@ -72,12 +73,12 @@ class Slot(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Index behind the last number."""
+        """Index after the last number."""
         return self.middle + math.prod(self.up)
 
 
 def slots(spec: Spec, places: Places) -> dict[str, Slot]:
-    """The layers of a network that have places, by their dotted names, in the order in which they lie there."""
+    """Return the positions of all layers that have slots, by dotted name, in the order of the flat array."""
     layers: dict[str, Slot] = {}
     begin = 0
     for name, param in _adaptable(spec, places.layers):
@@ -88,7 +89,7 @@ def slots(spec: Spec, places: Places) -> dict[str, Slot]:
 
 
 def length(spec: Spec, places: Places) -> int:
-    """n: numbers of a place."""
+    """Return n, the length of a slot's array."""
     return max((slot.end for slot in slots(spec, places).values()), default=0)
 
 
@@ -105,19 +106,19 @@ def _adaptable(spec: Spec, layers: str) -> Iterator[tuple[str, Param]]:
 
 
 def with_adapters(p: Params, shares: Array, spec: Spec, places: Places, component: str = "") -> Params:
-    """Parameters with the adapters in their places beside the weights, as ``canvax.nn`` reads them.
+    """Return parameters with the adapters of the slots beside the weights, as ``canvax.nn`` reads them.
 
     Args:
-        p: of a network, with its places under ``ADAPTERS``; or of several by name, one of them ``component``.
-        shares: how much of each place every image has [B, K].
-        spec: of the network, not quantised.
-        places: what there is.
+        p: parameters of a network, with its slots under ``ADAPTERS``; or of several by name, one of them ``component``.
+        shares: weight of each slot for each image [B, K].
+        spec: of the network, without quantisation.
+        places: number and size of the slots.
         component: the name of the network.
     """
     if ADAPTERS not in p:
         return {**p, component: with_adapters(p[component], shares, spec, places)}
     flat = [p[ADAPTERS][str(k)] for k in range(places.count)]
-    tree = _copied({name: value for name, value in p.items() if name != ADAPTERS})
+    tree = copied({name: value for name, value in p.items() if name != ADAPTERS})
     share = jnp.repeat(shares, places.rank, axis=1).astype(flat[0].dtype)
     for name, slot in slots(spec, places).items():
         layer = tree
@@ -130,13 +131,3 @@ def with_adapters(p: Params, shares: Array, spec: Spec, places: Places, componen
         inner = jnp.moveaxis(inner, (0, 1), (-1, -2))
         layer[LOW_RANK] = {"down": inner, "up": outer.T, SHARE: share}
     return tree
-
-
-def _copied(tree: Params) -> Params:
-    """The dicts are new, the arrays are not."""
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
-
-
-def with_places(params: Params, component: str, places: Places | None) -> Params:
-    """The parameters of a network; with ``places`` those are among them."""
-    return params[component] if places is None else {**params[component], ADAPTERS: params[ADAPTERS][component]}

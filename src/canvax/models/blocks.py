@@ -1,4 +1,4 @@
-"""Blocks that the UNet and the VAE are made of: residual block, spatial transformer, resizing."""
+"""Blocks of the UNet and the VAE: residual block, spatial transformer, resizing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ TRANSFORMER_NORM_EPS = 1e-6
 
 
 def resnet_block_spec(inputs: int, outputs: int, time_width: int | None, *, groups: int = 32) -> Spec:
-    """Residual block; ``time_width`` None for the VAE, whose blocks know no time.
+    """Declare a residual block; ``time_width`` is None for the VAE, whose blocks have no time embedding.
 
-    Between its convolutions devices may share the channels, whole groups of the normalisation each.
+    Devices may split the channels between its convolutions, in whole normalisation groups.
     """
     hidden = Axis("hidden", groups)
     spec: Spec = {
@@ -52,7 +52,7 @@ def resnet_block_spec(inputs: int, outputs: int, time_width: int | None, *, grou
 
 @outlined
 def resnet_block(p: Params, x: Array, time: Array | None, *, groups: int, eps: float) -> Array:
-    """Residual block (He et al. 2016, pre-activation) with the time embedding added between its convolutions.
+    """Apply a residual block (He et al. 2016, pre-activation), which adds the time embedding between its convolutions.
 
     Args:
         p: parameters.
@@ -74,7 +74,7 @@ def resnet_block(p: Params, x: Array, time: Array | None, *, groups: int, eps: f
 
 
 def transformer_spec(channels: int, context: int, depth: int, *, heads: int, linear_projection: bool) -> Spec:
-    """Spatial transformer; its projections are linear maps either way, stored as 1x1 convolutions in SD 1.x."""
+    """Declare a spatial transformer; SD 1.x stores its linear projections as 1x1 convolutions."""
     conv = not linear_projection
     return {
         "norm": norm_spec(channels),
@@ -85,14 +85,14 @@ def transformer_spec(channels: int, context: int, depth: int, *, heads: int, lin
 
 
 TransformerKV = dict[str, tuple[Any, ...]]
-"""Keys and values [B, T, N, Dh] of the text, for each block of a transformer; third, what ``prompted`` takes."""
+"""Keys and values [B, T, N, Dh] of the text, and of image prompts as ``prompted`` takes them, for each block."""
 
 ImagePrompts = tuple[tuple[Array, Array, Array | None], ...]
-"""Keys and values [B, T, N, Dh] of image prompts, or [B, I, T, N, Dh] of I of them with masks [B, Tq, I]."""
+"""Keys and values [B, T, N, Dh] of image prompts, or [B, I, T, N, Dh] of I prompts with masks [B, Tq, I]."""
 
 
 def transformer_kv(p: Params, text: Array, heads: int) -> TransformerKV:
-    """Keys and values that the blocks of a transformer make of the text's features [B, T, D], whatever the image."""
+    """Return the keys and values that a transformer's blocks compute from text features [B, T, D]."""
     blocks: Params = p["transformer_blocks"]
     return {i: keys_and_values(block["attn2"], text, heads) for i, block in blocks.items()}
 
@@ -107,16 +107,16 @@ def transformer(
     upcast: bool,
     perturbed: Array | None = None,
 ) -> Array:
-    """Spatial transformer of latent diffusion (Rombach et al. 2022, section 3.3).
+    """Apply a spatial transformer of latent diffusion (Rombach et al. 2022, section 3.3).
 
     Args:
         p: parameters.
         x: [B, h, w, C].
-        text: of ``transformer_kv``.
+        text: result of ``transformer_kv``.
         heads: attention heads.
         groups: groups of the normalisation.
         upcast: compute attention scores in float32.
-        perturbed: [B] bool, images whose places attend to themselves alone; None for none.
+        perturbed: [B] bool, images in which each position attends only to itself; None for none.
 
     Returns:
         [B, h, w, C].
@@ -163,7 +163,7 @@ def _transformer_block(
     heads: int,
     upcast: bool,
 ) -> Array:
-    """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
+    """Apply self-attention, attention to the text and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
     with scope("attn1"):
         attended = attend(p["attn1"], h, h, heads=heads, upcast=upcast)
@@ -187,7 +187,7 @@ def _transformer_block(
 
 
 def attention_spec(channels: int, context: int, *, heads: int, bias: bool = False) -> Spec:
-    """Query from ``channels``, key and value from ``context``; the UNet's have no bias, the VAE's do."""
+    """Declare attention with queries from ``channels``, keys and values from ``context``; biases only in the VAE."""
     split = Axis("heads", heads)
     return {
         "to_q": linear_spec(channels, channels, ("embed", split), bias=bias),
@@ -198,12 +198,12 @@ def attention_spec(channels: int, context: int, *, heads: int, bias: bool = Fals
 
 
 def attend(p: Params, x: Array, context: Array, *, heads: int, upcast: bool = False) -> Array:
-    """Multi-head attention of ``x`` [B, Tq, C] over ``context`` [B, Tk, D] -> [B, Tq, C]."""
+    """Apply multi-head attention of ``x`` [B, Tq, C] over ``context`` [B, Tk, D] -> [B, Tq, C]."""
     return attend_kv(p, x, *keys_and_values(p, context, heads), upcast=upcast)
 
 
 def keys_and_values(p: Params, context: Array, heads: int) -> tuple[Array, Array]:
-    """What is attended to: [B, Tk, D] -> keys and values [B, Tk, N, Dh]."""
+    """Return the keys and values [B, Tk, N, Dh] of ``context`` [B, Tk, D]."""
     k, v = linear(p["to_k"], context), linear(p["to_v"], context)
     shape = (*context.shape[:2], heads, -1)
     return k.reshape(shape), v.reshape(shape)
@@ -212,9 +212,9 @@ def keys_and_values(p: Params, context: Array, heads: int) -> tuple[Array, Array
 def attend_kv(
     p: Params, x: Array, k: Array, v: Array, images: Sequence[tuple[Any, ...]] = (), *, upcast: bool = False
 ) -> Array:
-    """Multi-head attention of ``x`` [B, Tq, C] over keys and values [B, Tk, N, Dh] -> [B, Tq, C].
+    """Apply multi-head attention of ``x`` [B, Tq, C] over keys and values [B, Tk, N, Dh] -> [B, Tq, C].
 
-    ``images`` are image prompts, each with keys and values of its own, whose attention is added.
+    The attention to each of the image prompts ``images`` is added.
     """
     q = linear(p["to_q"], x).reshape(*x.shape[:2], *k.shape[2:])
     y = attention(q, k, v, upcast=upcast)
@@ -224,7 +224,7 @@ def attend_kv(
 
 
 def prompted(q: Array, k: Array, v: Array, mask: Array | None, *, upcast: bool) -> Array:
-    """Attention to image prompts [B, Tq, N, Dh]; with a mask [B, Tq, I] to each of I alone, where it is white."""
+    """Return the attention to image prompts [B, Tq, N, Dh]; with masks [B, Tq, I], only where they are white."""
     if mask is None:
         return attention(q, k, v, upcast=upcast)
     mask = mask.astype(v.dtype)[..., None, None]
@@ -233,7 +233,7 @@ def prompted(q: Array, k: Array, v: Array, mask: Array | None, *, upcast: bool) 
 
 
 def downsample_spec(channels: int) -> Spec:
-    """Strided 3x3 convolution."""
+    """Declare a strided 3x3 convolution."""
     return {"conv": conv2d_spec(channels, channels)}
 
 
@@ -246,7 +246,7 @@ upsample_spec = downsample_spec
 
 
 def upsample(p: Params, x: Array, height: int, width: int) -> Array:
-    """Nearest resize to ``height`` x ``width``, then a 3x3 convolution."""
+    """Resize to ``height`` x ``width`` by nearest neighbour, then apply a 3x3 convolution."""
     if (height, width) == (2 * x.shape[1], 2 * x.shape[2]):
         return conv2d_of_doubled(p["conv"], x)
     return conv2d(p["conv"], upsample_nearest(x, height, width))

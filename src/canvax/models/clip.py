@@ -1,8 +1,9 @@
 """CLIP's text encoder (Radford et al. 2021): a causal pre-norm transformer over 77 tokens.
 
-Stable Diffusion 1.x and 2.x have one. SDXL has two, read one layer earlier and put side by side, and the second also
-gives one pooled vector (Podell et al. 2023, section 2.1). Its refiner has the second alone. A longer prompt is encoded
-in chunks, and the weights of its words are applied on the host, so that neither compiles the encoder again.
+Stable Diffusion 1.x and 2.x have one. SDXL has two, which are read one layer earlier and whose features are
+concatenated; the second also gives a pooled vector (Podell et al. 2023, section 2.1). SDXL's refiner has only the
+second. Longer prompts are encoded in chunks, and the weights of words are applied on the host, so that neither
+recompiles the encoder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from canvax.types import Array, DType, HostArray
 
 
 def text_encoder_spec(cfg: ClipTextConfig, *, projection: bool = False) -> Spec:
-    """Parameters of the encoder, named as in the released checkpoints; ``projection`` for a pooled output."""
+    """Declare the encoder's parameters, named as in released checkpoints; with ``projection`` for a pooled output."""
     spec: Spec = {
         "text_model": {
             "embeddings": {
@@ -44,13 +45,13 @@ def text_encoder_spec(cfg: ClipTextConfig, *, projection: bool = False) -> Spec:
 
 
 def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | int = 0) -> Array:
-    """Token ids -> token features after the final layer norm, as Stable Diffusion 1.x and 2.x read them.
+    """Encode token ids to features after the final layer norm, as Stable Diffusion 1.x and 2.x read them.
 
     Args:
         p: parameters as declared by ``text_encoder_spec``.
         ids: [B, T] integer ids, T at most ``max_position_embeddings``.
         cfg: the config.
-        skip: layers left out at the end (``clip_skip``), a number or [B]; data, so another value never compiles again.
+        skip: number of last layers to skip (``clip_skip``), a number or [B]; an input, so its value never recompiles.
 
     Returns:
         [B, T, D] in the dtype of the parameters.
@@ -60,7 +61,7 @@ def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | in
 
 
 def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | int = 0) -> tuple[Array, Array]:
-    """Output of the layer ``skip`` before the last and of the last one, both [B, T, D] and not normalised."""
+    """Return the output of the layer ``skip`` before the last and of the last layer, each [B, T, D], not normalised."""
     p = p["text_model"]
     positions = p["embeddings"]["position_embedding"]["weight"][None, : ids.shape[1]]
     x = embedding(p["embeddings"]["token_embedding"], ids) + positions
@@ -74,15 +75,16 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
 
 
 def pooled_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Array:
-    """The end-of-text token of the last layer [B, T, D], normalised and projected: [B, P], one vector for a prompt."""
-    # Configs from before 2023 say 2, which is no end of text; there the largest id is, which CLIP's vocabulary ends in.
+    """Return the end-of-text token of the last layer [B, T, D], normalised and projected: [B, P]."""
+    # Configs from before 2023 say 2, which is not the end of text. In these models it is the largest id of the
+    # vocabulary.
     ends = ids if cfg.eos_token_id == 2 else ids == cfg.eos_token_id
     end = jnp.take_along_axis(last, jnp.argmax(ends, axis=1)[:, None, None], axis=1)[:, 0]
     return linear(p["text_projection"], layer_norm(p["text_model"]["final_layer_norm"], end, eps=cfg.layer_norm_eps))
 
 
 def layer_spec(cfg: ClipTextConfig | ClipVisionConfig) -> Spec:
-    """Parameters of one layer of either encoder."""
+    """Declare one layer of a text or image encoder."""
     d, heads = cfg.hidden_size, Axis("heads", cfg.num_attention_heads)
     return {
         "layer_norm1": norm_spec(d),
@@ -102,7 +104,7 @@ def layer_spec(cfg: ClipTextConfig | ClipVisionConfig) -> Spec:
 
 @outlined
 def layer(p: Params, x: Array, *, cfg: ClipTextConfig | ClipVisionConfig, causal: bool = True) -> Array:
-    """One layer of either encoder, [B, T, D] -> [B, T, D]; ``causal``: a token sees those before it alone."""
+    """Apply one layer of a text or image encoder, [B, T, D] -> [B, T, D]; ``causal`` masks later tokens."""
     a = p["self_attn"]
     h = layer_norm(p["layer_norm1"], x, eps=cfg.layer_norm_eps)
     split = (*x.shape[:2], cfg.num_attention_heads, -1)
@@ -115,12 +117,12 @@ def layer(p: Params, x: Array, *, cfg: ClipTextConfig | ClipVisionConfig, causal
 
 @dataclass(frozen=True)
 class ClipEncoder(TextEncoder):
-    """CLIP's text encoder, whose program reads one chunk of a prompt.
+    """CLIP's text encoder; one run encodes one chunk of each prompt.
 
     Attributes:
         component: its key in ``params``.
         cfg: its config.
-        early: it is read one layer earlier, as SDXL was trained with.
+        early: features are those of the last layer but one, as SDXL was trained.
     """
 
     component: str
@@ -154,7 +156,7 @@ class ClipEncoder(TextEncoder):
         return text | pooled if self.component == SECOND else text
 
     def encode(self, p: Params, ids: Array, skip: Array | int = 0) -> Conditions:
-        """Encode a chunk of each prompt: ids [B, T]; ``skip`` layers at the end are left out."""
+        """Encode a chunk of each prompt: ids [B, T], without the last ``skip`` layers."""
         if not self.early:
             return {"text": text_encoder(p, ids, self.cfg, skip=skip)}
         chosen, last = hidden_states(p, ids, self.cfg, skip=skip + 1)
@@ -165,7 +167,7 @@ class ClipEncoder(TextEncoder):
         return length // self.chunk * (self.chunk - 2)
 
     def fit(self, needed: Iterable[int]) -> int:
-        """Return the length for prompts, which are repeated up to it."""
+        """Return the length that prompts of ``needed`` tokens are repeated up to."""
         return self.chunk * chunk_count(length // self.chunk for length in needed)
 
     def words(
@@ -181,14 +183,14 @@ class ClipEncoder(TextEncoder):
     def read(
         self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
     ) -> dict[str, HostArray]:
-        """Return the inputs of one chunk of each text, cut off behind it."""
+        """Return the inputs of one chunk of each text; longer texts are cut."""
         del length, images
         return {"ids": tokenizer(texts, length=self.chunk), "skip": np.zeros(len(texts), np.int32)}
 
     def passes(self, tokenizer: Any, words: Sequence[ChunkedWords], length: int) -> Passes:
         del tokenizer
-        if length == self.chunk and all(one.is_plain for one in words):
-            return Passes([_inputs([one.variants[0].chunks[0] for one in words], words)])
+        if length == self.chunk and all(prompt.is_plain for prompt in words):
+            return Passes([_inputs([prompt.variants[0].chunks[0] for prompt in words], words)])
         mixture = Mixture(words, length // self.chunk)
         return Passes([_inputs(chunks, words) for chunks in mixture.passes], mixture)
 
@@ -197,23 +199,23 @@ class ClipEncoder(TextEncoder):
 
 
 def _inputs(chunks: Sequence[Chunk], words: Sequence[ChunkedWords]) -> dict[str, HostArray]:
-    """Inputs of a chunk of each prompt."""
-    arrays = {"ids": [ids for ids, _ in chunks], "skip": [one.skip for one in words]}
+    """Return the inputs of a chunk of each prompt."""
+    arrays = {"ids": [ids for ids, _ in chunks], "skip": [prompt.skip for prompt in words]}
     return {name: np.array(array, np.int32) for name, array in arrays.items()}
 
 
 def clip_encoders(first: ClipTextConfig | None, second: ClipTextConfig | None = None) -> TextEncoders:
-    """Those of Stable Diffusion 1.x and 2.x (``first`` alone), of SDXL (both), or of its refiner (``second`` alone)."""
+    """Return the encoders of Stable Diffusion 1.x and 2.x (``first``), SDXL (both) or its refiner (``second``)."""
     parts = ((FIRST, first), (SECOND, second))
     early = second is not None
     return TextEncoders(tuple(ClipEncoder(name, cfg, early) for name, cfg in parts if cfg is not None))
 
 
 def clip_configs(text: TextEncoders) -> dict[str, ClipTextConfig]:
-    """Return the configs of the encoders that are CLIP's, by component."""
+    """Return the configs of the CLIP encoders by component."""
     return {encoder.component: encoder.cfg for encoder in text.encoders if isinstance(encoder, ClipEncoder)}
 
 
 def most_skipped(text: TextEncoders) -> int:
-    """Return the largest ``clip_skip``; 0 without CLIP."""
+    """Return the largest ``clip_skip``; 0 without CLIP encoders."""
     return min((cfg.num_hidden_layers - 1 for cfg in clip_configs(text).values()), default=0)

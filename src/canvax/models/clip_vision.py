@@ -1,4 +1,4 @@
-"""CLIP's image encoder (Radford et al. 2021): a vision transformer over patches and one token for the whole."""
+"""CLIP's image encoder (Radford et al. 2021): a vision transformer over patches and a class token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from canvax.types import Array
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-"""Of the pixels that CLIP was trained on."""
+"""Standard deviation of the pixels that CLIP was trained on; ``MEAN`` is their mean."""
 
 
 def vision_encoder_spec(cfg: ClipVisionConfig) -> Spec:
-    """Parameters of the encoder, named as in the released checkpoints (``pre_layrnorm`` is spelled so there)."""
+    """Declare the encoder's parameters, named as in released checkpoints (``pre_layrnorm`` is their spelling)."""
     return {
         "vision_model": {
             "embeddings": {
@@ -34,7 +34,7 @@ def vision_encoder_spec(cfg: ClipVisionConfig) -> Spec:
 
 
 def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Array, Array]:
-    """What an image shows.
+    """Encode images.
 
     Args:
         p: parameters as declared by ``vision_encoder_spec``.
@@ -42,7 +42,7 @@ def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Arr
         cfg: the config.
 
     Returns:
-        Features of all tokens before the last layer [B, 1 + patches, D], and of the whole [B, D], normalised.
+        Features of all tokens before the last layer [B, 1 + patches, D], and the normalised class token [B, D].
     """
     p = p["vision_model"]
     dtype = compute_dtype(p)

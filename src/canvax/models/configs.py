@@ -1,4 +1,4 @@
-"""Configs of the networks, read from a checkpoint's own ``config.json``, and presets as values."""
+"""Configs of the networks, read from a checkpoint's ``config.json``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvax.errors import CheckpointError, HintWarning, warn
 
 @dataclass(frozen=True)
 class Range:
-    """Limits of a number, or of how many entries a list has."""
+    """Limits of a number, or of a list's length."""
 
     least: float
     most: float
@@ -26,7 +26,7 @@ class Range:
 
 
 ACTIVATIONS = ("gelu", "quick_gelu")
-"""Of CLIP."""
+"""CLIP's activations, by the names in configs."""
 
 Count = Annotated[int, Range(1, 2**16)]
 Ids = Annotated[int, Range(0, 2**24)]
@@ -42,7 +42,7 @@ Epsilon = Annotated[float, Range(1e-12, 0.1)]
 
 
 def fault_of(value: Any, hint: Any) -> str:
-    """Why ``value`` is not of the type ``hint``, such as "not 1 to 256"; "" if it is."""
+    """Return why ``value`` is not of the type ``hint``, e.g. "not 1 to 256"; "" if it is."""
     if get_origin(hint) is Annotated:
         base, limits = get_args(hint)
         if fault := fault_of(value, base):
@@ -66,28 +66,28 @@ def fault_of(value: Any, hint: Any) -> str:
 
 
 _OF_TRAINING = frozenset({"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step"})
-"""Fields that diffusers' ``EMAModel`` leaves in the config of a network."""
+"""Fields that diffusers' ``EMAModel`` leaves in a network's config."""
 
 
 @dataclass(frozen=True)
 class Config:
     """Base of the network configs: reads ``config.json`` strictly.
 
-    A field that canvax computes with is a dataclass field, whose type says which values it may have. A field that only
-    has one supported meaning is in ``FIXED`` with the values that mean it. A field that changes nothing at inference is
-    in ``IGNORED``. Anything else is refused unless it is off (null, false or empty), so that no checkpoint gives wrong
-    images silently; ``STRICT = False`` ignores it instead. Null means the default of a field, and off of a flag.
+    Fields that canvax computes with are dataclass fields, whose types say which values are allowed. Fields with a
+    single supported meaning are in ``FIXED``, with the values that have it. Fields without an effect on inference are
+    in ``IGNORED``. Any other field is refused unless it is off (null, false or empty), so that no checkpoint silently
+    gives wrong images; ``STRICT = False`` ignores it instead. Null means a field's default, and off for a flag.
     """
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     STRICT: ClassVar[bool] = True
     CLASS: ClassVar[str] = ""
-    """diffusers' name of the network, if its config has one; other classes have fields of the same names."""
+    """diffusers' class of the network, if its configs name one; other classes have fields of the same names."""
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Config from a parsed ``config.json``.
+        """Read a parsed ``config.json``.
 
         Raises:
             CheckpointError: naming every field whose value is not supported.
@@ -131,7 +131,7 @@ class Config:
 
 
 def _shown(value: Any) -> str:
-    """A value as in the file, cut where it is long; Python refuses to write out numbers of thousands of digits."""
+    """Return a value as the file has it, shortened; Python refuses to print numbers of thousands of digits."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -166,7 +166,7 @@ class UNetConfig(Config):
     )
     block_out_channels: Levels = (320, 640, 1280, 1280)
     layers_per_block: Layers | Depths = 2
-    # The number of heads, in spite of its name: released checkpoints depend on the old mistake.
+    # The number of heads, despite the name: released checkpoints depend on diffusers' old mistake.
     attention_head_dim: Count | Levels = 8
     num_attention_heads: Count | Levels | None = None
     cross_attention_dim: Count = 1280
@@ -177,9 +177,9 @@ class UNetConfig(Config):
     freq_shift: Number = 0
     norm_num_groups: Count = 32
     norm_eps: Epsilon = 1e-5
-    # Latent consistency models: the guidance scale joins the timestep, as an embedding of this width.
+    # Latent consistency models: the guidance scale is added to the timestep, as an embedding of this width.
     time_cond_proj_dim: Annotated[int, Range(4, 2**16)] | None = None
-    # SDXL: pooled text and numbers about the image join the timestep. The three go together.
+    # SDXL: pooled text and size conditions are added to the timestep. The three fields belong together.
     addition_embed_type: str | None = None
     addition_time_embed_dim: Count | None = None
     projection_class_embeddings_input_dim: Count | None = None
@@ -197,7 +197,7 @@ class UNetConfig(Config):
         "time_embedding_type": ("positional",),
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset(
-        # The last two are of the old Flax classes, and decide nothing here.
+        # The last two are of the old Flax classes and have no effect here.
         {"dropout", "addition_embed_type_num_heads", "split_head_dim", "use_memory_efficient_attention"}
     )
 
@@ -233,10 +233,10 @@ class UNetConfig(Config):
         ]
 
     def time_ids(self, pooled: int) -> int:
-        """How many numbers about the image it reads besides pooled text of width ``pooled``: 6, 5 or 0.
+        """Return how many size conditions it reads besides pooled text of width ``pooled``: 6, 5 or 0.
 
         Raises:
-            CheckpointError: the widths leave no whole number of them.
+            CheckpointError: the widths do not give a whole number.
         """
         total, width = self.projection_class_embeddings_input_dim, self.addition_time_embed_dim
         if total is None or width is None:
@@ -251,7 +251,7 @@ class UNetConfig(Config):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Resnets of each level on the way down."""
+        """Residual blocks of each level on the way down."""
         return _per_level(self.layers_per_block, len(self.block_out_channels))
 
     @property
@@ -281,10 +281,10 @@ class VaeConfig(Config):
     norm_num_groups: Count = 32
     scaling_factor: Factor = 0.18215
     shift_factor: Number | None = None
-    # Of each channel (Playground v2.5): latents are brought to mean 0 and variance 1 by them, and not by one factor.
+    # Playground v2.5 normalises each channel of the latents by these, instead of scaling all by one factor.
     latents_mean: tuple[Number, ...] | None = None
     latents_std: tuple[Factor, ...] | None = None
-    # It overflows in float16, and is computed in float32 where float16 was asked for.
+    # It overflows in float16; models loaded in float16 compute it in float32.
     force_upcast: bool = True
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
@@ -312,12 +312,12 @@ class VaeConfig(Config):
 
     @property
     def scale(self) -> float | np.ndarray:
-        """What latents are multiplied with before they are decoded: one number, or one for each channel."""
+        """Factor of the latents before decoding: one number, or one per channel."""
         return (1.0 if self.latents_std is None else np.asarray(self.latents_std, np.float32)) / self.scaling_factor
 
     @property
     def shift(self) -> float | np.ndarray:
-        """What is added to them then."""
+        """Offset of the latents after scaling, before decoding."""
         mean = 0.0 if self.latents_mean is None else np.asarray(self.latents_mean, np.float32)
         return mean + (self.shift_factor or 0.0)
 
@@ -345,7 +345,7 @@ class TinyConfig(Config):
         "upsampling_scaling_factor": (2,),
         "scaling_factor": (1.0, 1),
         "shift_factor": (0.0, 0, None),
-        # Of the encoder, for callers that store its latents as images.
+        # Used by callers that store the encoder's latents as images.
         "latent_magnitude": (3, 3.0),
         "latent_shift": (0.5,),
     }
@@ -365,17 +365,17 @@ class TinyConfig(Config):
 
     @property
     def scale(self) -> float:
-        """As of ``VaeConfig``: its latents are those the UNet sees."""
+        """Always 1: its latents are those that the UNet sees."""
         return 1.0
 
     @property
     def shift(self) -> float:
-        """Likewise."""
+        """Always 0."""
         return 0.0
 
 
 AutoencoderConfig = VaeConfig | TinyConfig
-"""Of whatever makes images of latents and latents of images."""
+"""Config of an autoencoder of latent diffusion."""
 
 
 @dataclass(frozen=True)
@@ -390,12 +390,12 @@ class ClipTextConfig(Config):
     max_position_embeddings: Count = 77
     hidden_act: str = "quick_gelu"
     layer_norm_eps: Epsilon = 1e-5
-    # Only read by an encoder with a projection, the second of SDXL.
+    # Only used by an encoder with a projection, the second of SDXL.
     projection_dim: Count = 512
     eos_token_id: Ids = 49407
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"model_type": ("clip_text_model",)}
-    # What else a transformers config holds concerns training and generation.
+    # Other fields of a transformers config concern training and generation.
     STRICT = False
 
     def __post_init__(self) -> None:
@@ -436,5 +436,5 @@ class ClipVisionConfig(Config):
 
     @property
     def tokens(self) -> int:
-        """The whole and its patches."""
+        """Number of tokens: the class token and the patches."""
         return 1 + (self.image_size // self.patch_size) ** 2

@@ -1,4 +1,4 @@
-"""A denoiser and the networks that read control images, as a ``Denoiser``."""
+"""A denoiser combined with networks that read control images, as a ``Denoiser``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from canvax.models.denoiser import NEGATIVE, PLAIN, Around, Extensible, Extras, Inputs, Row, Shapes
+from canvax.models.denoiser import NEGATIVE, PLAIN, DenoiserWrapper, Extensible, Extras, Inputs, Row, Shapes
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals
 from canvax.params import Params, Spec
@@ -20,13 +20,13 @@ from canvax.types import Array, DType
 class Control(Protocol):
     """A network that reads a control image: ``canvax.models.controlnet``, ``canvax.models.t2i_adapter``.
 
-    Like a ``Denoiser`` it is a frozen record whose ``repr`` says all that decides its programs.
+    Implementations are frozen records whose ``repr`` determines the compiled programs, as for a ``Denoiser``.
 
     Attributes:
         spec: its parameters.
-        layers: how many numbers say how strong it is in one evaluation.
-        factor: pixels for a latent.
-        pools: whether it adds nothing for the negative prompt.
+        layers: number of its scales in one evaluation.
+        factor: pixels per latent.
+        pools: its output has no height and width, and is not added for the negative prompt.
     """
 
     @property
@@ -42,35 +42,35 @@ class Control(Protocol):
     def pools(self) -> bool: ...
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
-        """What the network keeps of control images [B, H, W, 3] float32 in 0..1."""
+        """Return the features of control images [B, H, W, 3] float32 in 0..1."""
         ...
 
     def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what ``encode`` gives for latents of shape [B, h, w, C]."""
+        """Return the shapes of ``encode``'s result for latents of shape [B, h, w, C]."""
         ...
 
     def prepare(self, p: Params, conditions: Conditions) -> Any:
-        """What ``residuals`` needs of the conditions [B, ...] and is the same in each step."""
+        """Return the part of the conditions [B, ...] that ``residuals`` needs, once before the loop."""
         ...
 
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: Any, features: tuple[Array, ...], scales: Array
     ) -> Residuals:
-        """What is added to the UNet's features, each of ``layers`` times its scale [B, L]."""
+        """Return the residuals for the UNet's features, each of ``layers`` times its scale [B, L]."""
         ...
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
-        """``residuals`` that are zero, for latents [B, h, w, C]."""
+        """Return ``residuals`` of zeros, for latents [B, h, w, C]."""
         ...
 
 
 @dataclass(frozen=True)
-class Controlled(Around):
+class Controlled(DenoiserWrapper):
     """The denoiser of a call with control images. Its parameters are ``{"unet": ..., network's name: ...}``.
 
     Attributes:
         base: the denoiser.
-        nets: the networks by name. What each has read of an image is among the conditions, under that name.
+        nets: the networks by name. Their features of an image are a condition of the same name.
     """
 
     base: Extensible
@@ -79,8 +79,9 @@ class Controlled(Around):
     needs = "residuals"
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
-        """``control``: how strong each layer of each network is, for the negative prompt and for the others;
-        ``any control``: which networks a row needs for any image."""
+        """Add the columns ``control``, the scale of each layer of each network for the negative and the other prompts,
+        and ``any control``, the networks that any image of a row needs.
+        """
         inner, count = self.base.inputs(latents, text, dtype), len(self.nets)
         features = {
             name: tuple(jax.ShapeDtypeStruct(shape, dtype(name)) for shape in net.features(latents))
@@ -105,7 +106,7 @@ class Controlled(Around):
     def apply(
         self, p: Params, x: Array, row: Row, prepared: dict[str, Any], memory: Any, extras: Extras = PLAIN
     ) -> tuple[Array, Any]:
-        """As ``Denoiser.apply``, each network as strong as its row says."""
+        """Evaluate the denoiser with the residuals of the networks, scaled by the row."""
         half = prepared["prompts"][:, None, None, None]
         scales = jnp.take_along_axis(row["control"], half, axis=2)[:, :, 0]
         residuals_of_each = []
@@ -122,18 +123,18 @@ class Controlled(Around):
 
             residuals_of_each.append(jax.lax.cond(row["any control"][i], read, nothing))
         dtype = compute_dtype(p[self.component])
-        residuals = jax.tree.map(lambda array: array.astype(dtype), summed(residuals_of_each))
+        residuals = jax.tree.map(lambda array: array.astype(dtype), sum_residuals(residuals_of_each))
         extras = extras._replace(residuals=residuals)
         return self.base.apply(p[self.component], x, row, prepared[self.component], memory, extras)
 
 
 def encode_control(p: Params, images: Array, *, net: Control) -> tuple[Array, ...]:
-    """What a network keeps of control images [B, H, W, 3] float32 in 0..1."""
+    """Return a network's features of control images [B, H, W, 3] float32 in 0..1."""
     return net.encode(p, images)
 
 
-def summed(residuals: Sequence[Residuals]) -> Residuals:
-    """Of several networks."""
+def sum_residuals(residuals: Sequence[Residuals]) -> Residuals:
+    """Add up the residuals of several networks."""
 
     def total(parts: list[Any]) -> Any:
         present = [part for part in parts if part is not None]

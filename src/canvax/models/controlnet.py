@@ -30,12 +30,12 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
 NO_ATTENTION = "UNetMidBlock2D"
-"""``mid_block_type`` of a middle that is one residual block."""
+"""``mid_block_type`` of a middle with a single residual block."""
 
 
 @dataclass(frozen=True)
 class HintConfig(Config):
-    """What ``ControlNetModel`` has beside a UNet's way down: names and defaults are those of the diffusers config."""
+    """Fields of ``ControlNetModel`` besides the UNet's: names and defaults are those of the diffusers config."""
 
     conditioning_channels: Count = 3
     conditioning_embedding_out_channels: Levels = (16, 32, 96, 256)
@@ -57,11 +57,11 @@ class HintConfig(Config):
 
 @dataclass(frozen=True)
 class ControlNet:
-    """A ControlNet as a record: what its config says, and its functions.
+    """A ControlNet: its config and its functions.
 
     Attributes:
-        unet: sizes of the way down and of the middle, which are those of the UNet it was made from.
-        hint: sizes of what reads the image.
+        unet: config of the way down and of the middle, which are those of the UNet it was made from.
+        hint: config of the layers that read the image.
     """
 
     unet: UNetConfig
@@ -69,7 +69,7 @@ class ControlNet:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """From a parsed ``config.json`` of diffusers.
+        """Read a parsed ``config.json`` of diffusers.
 
         Raises:
             CheckpointError: naming every field whose value is not supported.
@@ -92,34 +92,34 @@ class ControlNet:
 
     @property
     def spec(self) -> Spec:
-        """Its parameters."""
+        """Declared parameters."""
         return controlnet_spec(self)
 
     @property
     def layers(self) -> int:
-        """How many of the UNet's features it adds to, the middle counted."""
+        """Number of the UNet's features that it adds to, including the middle."""
         return len(down_layers(self.unet)) + 2
 
     @property
     def factor(self) -> int:
-        """Pixels of the image for a latent, along an axis."""
+        """Pixels per latent along an axis."""
         return 2 ** (len(self.hint.conditioning_embedding_out_channels) - 1)
 
     @property
     def pools(self) -> bool:
-        """Whether what it adds is the same everywhere; then it adds nothing for the negative prompt."""
+        """True if its output is averaged over all pixels; it is then not added for the negative prompt."""
         return self.hint.global_pool_conditions
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
-        """What the network keeps of control images [B, H, W, 3] in 0..1: ([B, h, w, C0],)."""
+        """Return the features of control images [B, H, W, 3] in 0..1: ([B, h, w, C0],)."""
         return (embedded_hint(p["controlnet_cond_embedding"], images.astype(compute_dtype(p)), self.hint),)
 
     def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what ``encode`` gives for latents of shape [B, h, w, C]."""
+        """Return the shapes of ``encode``'s result for latents of shape [B, h, w, C]."""
         return ((*latents[:3], self.unet.block_out_channels[0]),)
 
     def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
-        """What ``residuals`` needs of the conditions [B, ...] and is the same in each step."""
+        """Return the part of the conditions [B, ...] that ``residuals`` needs, once before the loop."""
         added = {name: conditions[name] for name in ("pooled", "time_ids") if name in conditions}
         if self.unet.addition_embed_type is None:
             added = {}
@@ -128,22 +128,22 @@ class ControlNet:
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array
     ) -> Residuals:
-        """What is added to the UNet's features.
+        """Return the residuals for the UNet's features.
 
         Args:
             p: the parameters.
             x: noisy latents [B, h, w, C] as the UNet sees them.
             timestep: [B].
-            prepared: of ``prepare``.
-            features: of ``encode``, one for each image.
-            scales: [B, L] float32, how strong each of the ``layers`` is.
+            prepared: result of ``prepare``.
+            features: result of ``encode`` for each image.
+            scales: scale of each of the ``layers`` [B, L] float32.
         """
         channels = self.unet.in_channels
         x = x[..., :channels].astype(compute_dtype(p))
         return scaled_outputs(controlnet(p, x, timestep, features[0], self, **prepared), scales, self)
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
-        """Of the same shapes as ``residuals`` for latents [B, h, w, C], and zero."""
+        """Return zeros of the shapes of ``residuals`` for latents [B, h, w, C]."""
         batch, height, width, _ = shape
         shapes = [(batch, height, width, self.unet.block_out_channels[0])]
         for _, level, j in down_layers(self.unet):
@@ -156,11 +156,11 @@ class ControlNet:
 
 
 _OF_UNET = ("conv_in", "time_embedding", "add_embedding", "down_blocks", "mid_block")
-"""What a ControlNet has as the UNet has it."""
+"""Parts that a ControlNet shares with the UNet."""
 
 
 def controlnet_spec(net: ControlNet) -> Spec:
-    """Parameters of a ControlNet, under the names of diffusers."""
+    """Declare the parameters of a ControlNet, under the names of diffusers."""
     unet = unet_spec(net.unet)
     spec: Spec = {name: unet[name] for name in _OF_UNET if name in unet}
     first, last = net.unet.block_out_channels[0], net.unet.block_out_channels[-1]
@@ -184,7 +184,7 @@ def controlnet_spec(net: ControlNet) -> Spec:
 
 
 def embedded_hint(p: Params, images: Array, cfg: HintConfig) -> Array:
-    """Control images [B, H, W, 3] in 0..1 -> [B, h, w, C0] (section 3.2, "a tiny network")."""
+    """Embed control images [B, H, W, 3] in 0..1 -> [B, h, w, C0] (section 3.2, "a tiny network")."""
     with jax.named_scope("control_image"):
         if cfg.controlnet_conditioning_channel_order == "bgr":
             images = images[..., ::-1]
@@ -204,17 +204,17 @@ def controlnet(
     pooled: Array | None = None,
     time_ids: Array | None = None,
 ) -> list[Array]:
-    """What a ControlNet adds to each skip connection of the UNet and, last, to its middle (section 3.1).
+    """Return the residuals for each skip connection of the UNet and, last, for its middle (section 3.1).
 
     Args:
         p: parameters as declared by ``controlnet_spec``.
         x: noisy latents [B, h, w, C].
         timesteps: [B].
-        hint: of ``embedded_hint`` [B, h, w, C0].
+        hint: result of ``embedded_hint`` [B, h, w, C0].
         net: the record.
-        text: as in ``canvax.models.unet.unet``, and so are the others.
-        pooled: see there.
-        time_ids: see there.
+        text: as in ``canvax.models.unet.unet``.
+        pooled: pooled text [B, P], or None.
+        time_ids: size conditions [B, n] float32, or None.
 
     Returns:
         ``net.layers`` arrays [B, h', w', C'] in the dtype of ``x``.
@@ -224,7 +224,7 @@ def controlnet(
 
 
 def outputs_of(p: Params, first: Array, context: Context, net: ControlNet) -> list[Array]:
-    """As ``controlnet``, from what the way down begins with [B, h, w, C0]."""
+    """Return the residuals as ``controlnet``, from the input of the way down [B, h, w, C0]."""
     with scope("controlnet"):
         skips = [first]
         skips += unet_down(p, skips[0], context, net.unet)
@@ -234,7 +234,7 @@ def outputs_of(p: Params, first: Array, context: Context, net: ControlNet) -> li
 
 
 def scaled_outputs(outputs: list[Array], scales: Array, net: ControlNet) -> Residuals:
-    """The outputs of ``outputs_of``, each times its scale of [B, L]."""
+    """Return the outputs of ``outputs_of``, each times its scale of [B, L]."""
     if net.pools:
         outputs = [output.mean((1, 2), keepdims=True, dtype=jnp.float32).astype(output.dtype) for output in outputs]
     *skips, middle = (scaled(output, scales[:, i]) for i, output in enumerate(outputs))
@@ -242,6 +242,6 @@ def scaled_outputs(outputs: list[Array], scales: Array, net: ControlNet) -> Resi
 
 
 def scaled(output: Array, scale: Array) -> Array:
-    """[B, h, w, C] times [B]; zero where the scale is, whatever overflowed."""
+    """Multiply [B, h, w, C] by [B]; the result is zero where the scale is zero, even where the output overflowed."""
     scale = scale[:, None, None, None]
     return jnp.where(scale == 0, 0, output.astype(jnp.float32) * scale).astype(output.dtype)

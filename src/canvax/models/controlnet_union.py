@@ -1,8 +1,8 @@
 """ControlNet-Union (xinsir 2024): one ControlNet for several types of control image, alone or together.
 
-Each image is embedded as in a ControlNet. A small transformer sees a token of each, which is the mean of its features
-and what its type adds; what becomes of it is added everywhere. The types that there are join the time. A type without
-an image has the weight 0, so which types there are is data.
+Each image is embedded as in a ControlNet. A small transformer reads one token per image, the mean of its features plus
+an embedding of its type, and its output is added at all positions. The types that are present are added to the time
+embedding. A type without an image has weight 0, so that the choice of types never recompiles.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TYPES: Mapping[str, int] = {
     "tile": 6,
     "repaint": 7,
 }
-"""Numbers of the types of the released networks; the last two are those of ProMax alone."""
+"""Index of each type in the released networks; only ProMax has the last two."""
 
 
 @dataclass(frozen=True)
 class UnionConfig(Config):
-    """What ``ControlNetUnionModel`` has beside a ControlNet: names and defaults are those of the diffusers config."""
+    """Fields that ``ControlNetUnionModel`` adds to a ControlNet's: names and defaults are those of diffusers."""
 
     num_control_type: Count = 6
     num_trans_channel: Count = 320
@@ -50,11 +50,11 @@ class UnionConfig(Config):
 
 @dataclass(frozen=True)
 class UnionNet:
-    """A ControlNet-Union as a record, which is a ``canvax.models.controlled.Control``.
+    """A ControlNet-Union, as a ``canvax.models.controlled.Control``.
 
     Attributes:
-        net: the ControlNet that it is beside.
-        union: sizes of what fuses the images.
+        net: the ControlNet that it extends.
+        union: config of the layers that fuse the images.
     """
 
     net: ControlNet
@@ -62,13 +62,13 @@ class UnionNet:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """From a parsed ``config.json`` of diffusers.
+        """Read a parsed ``config.json`` of diffusers.
 
         Raises:
             CheckpointError: naming every field whose value is not supported.
         """
         names = UnionConfig.__dataclass_fields__
-        unread = (*names, "num_trans_head")  # which a token that attends to itself alone has no use for
+        unread = (*names, "num_trans_head")  # without effect: each token attends only to itself
         rest = {name: value for name, value in config.items() if name not in unread}
         rest.setdefault("conditioning_embedding_out_channels", (48, 96, 192, 384))
         union = UnionConfig.from_dict({name: config[name] for name in names if name in config})
@@ -88,46 +88,47 @@ class UnionNet:
 
     @property
     def spec(self) -> Spec:
-        """Its parameters."""
+        """Declared parameters."""
         return union_spec(self)
 
     @property
     def unet(self) -> UNetConfig:
-        """Sizes of the way down and of the middle."""
+        """Config of the way down and of the middle."""
         return self.net.unet
 
     @property
     def layers(self) -> int:
-        """As of a ControlNet."""
+        """Number of the UNet's features that it adds to, including the middle."""
         return self.net.layers
 
     @property
     def factor(self) -> int:
-        """As of a ControlNet."""
+        """Pixels per latent along an axis."""
         return self.net.factor
 
     @property
     def pools(self) -> bool:
-        """As of a ControlNet."""
+        """True if its output is averaged over all pixels; it is then not added for the negative prompt."""
         return self.net.pools
 
     @property
     def types(self) -> int:
-        """T: how many types there are."""
+        """T, the number of types."""
         return self.union.num_control_type
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
-        """Features of images [B, H, W, 3] in 0..1, of whatever type: ([B, h, w, C0], their means [B, C0])."""
+        """Return the features of images [B, H, W, 3] in 0..1 of any type: ([B, h, w, C0], their means [B, C0])."""
         (hint,) = self.net.encode(p, images)
         return hint, hint.mean((1, 2), dtype=jnp.float32).astype(hint.dtype)
 
     def together(self, read: Sequence[tuple[HostArray, ...]], slots: Sequence[int], weights: Sequence[float]) -> Any:
-        """What is kept of the images of one image of a call, on the host; see ``features``, without B.
+        """Combine the control images of one image of a call, on the host; the result is that of ``features``, without
+        B.
 
         Args:
-            read: of each image what ``encode`` gives, without B.
-            slots: the number of its type.
-            weights: how strong it is beside the others.
+            read: result of ``encode`` for each image, without B.
+            slots: index of each image's type.
+            weights: weight of each image relative to the others.
         """
         hints, means = zip(*read, strict=True)
         hint = sum(
@@ -140,22 +141,22 @@ class UnionNet:
         return np.asarray(hint).astype(hints[0].dtype), tokens, strong
 
     def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what is kept for latents [B, h, w, C].
+        """Return the shapes of the combined control images for latents [B, h, w, C].
 
-        The features of all images, weighed and summed [B, h, w, C0]; their means [B, T, C0]; their weights [B, T], 0
-        for a type without an image.
+        They are the weighted sum of the features of all images [B, h, w, C0]; their means [B, T, C0]; and their weights
+        [B, T], 0 for types without an image.
         """
         (hint,) = self.net.features(latents)
         return hint, (latents[0], self.types, hint[-1]), (latents[0], self.types)
 
     def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
-        """As of a ControlNet."""
+        """Return the part of the conditions [B, ...] that ``residuals`` needs, once before the loop."""
         return self.net.prepare(p, conditions)
 
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array
     ) -> Residuals:
-        """What is added to the UNet's features; see ``ControlNet.residuals``."""
+        """Return the residuals for the UNet's features; see ``ControlNet.residuals``."""
         net, conditions = self.net, dict(prepared)
         hint, means, weights = features
         x = x[..., : net.unet.in_channels].astype(compute_dtype(p))
@@ -166,12 +167,12 @@ class UnionNet:
         return scaled_outputs(outputs_of(p, first, context, net), scales, net)
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
-        """As of a ControlNet."""
+        """Return zeros of the shapes of ``residuals`` for latents [B, h, w, C]."""
         return self.net.nothing(shape, dtype)
 
 
 def union_spec(net: UnionNet) -> Spec:
-    """Parameters under the names of diffusers, which are those of the released files, the missing letter included."""
+    """Declare the parameters under the names of diffusers, which are those of the released files, typo included."""
     width, types = net.union.num_trans_channel, net.types
     first = net.unet.block_out_channels[0]
     layer: Spec = {
@@ -197,7 +198,7 @@ def union_spec(net: UnionNet) -> Spec:
 
 
 def type_embedding(p: Params, weights: Array, net: UnionNet) -> Array:
-    """What the types that have an image [B, T] add to the time embedding [B, 4 C0]."""
+    """Return the embedding of the types that have an image [B, T], added to the time embedding [B, 4 C0]."""
     cfg = net.unet
     present = (weights != 0).astype(jnp.float32).reshape(-1)
     width = cfg.addition_time_embed_dim or 0
@@ -209,12 +210,12 @@ def type_embedding(p: Params, weights: Array, net: UnionNet) -> Array:
 
 
 def fused(p: Params, means: Array, weights: Array, net: UnionNet) -> Array:
-    """What the images add to all places [B, C0].
+    """Return the images' contribution to all positions [B, C0].
 
     Args:
         p: the parameters.
-        means: of the images' features [B, T, C0].
-        weights: of the images [B, T]; where it is 0 there is none.
+        means: mean features of each image [B, T, C0].
+        weights: weight of each image [B, T]; 0 for none.
         net: the record.
     """
     with jax.named_scope("control_types"):
@@ -229,11 +230,11 @@ def fused(p: Params, means: Array, weights: Array, net: UnionNet) -> Array:
 
 
 def _attention(p: Params, x: Array) -> Array:
-    """Attention [B, T, C] of each token to itself alone, whose values are then all that matters.
+    """Apply attention [B, T, C] in which each token attends only to itself, so that only its value matters.
 
-    So it is in diffusers: its attention expects the tokens first and is given the batch first. A token attends to those
-    of its own type in the batch. Both halves of guidance have the same ones, which for one image leaves itself. Other
-    images of a batch have no say here.
+    diffusers computes this: its attention expects the tokens first, but gets the batch first. There a token attends to
+    the tokens of its type in the batch. Both halves of guidance have the same tokens, so for a single image this is the
+    token itself. Here the other images of a batch have no effect.
     """
     inner = x.shape[-1]
     values = {"weight": p["in_proj_weight"][:, 2 * inner :], "bias": p["in_proj_bias"][2 * inner :]}

@@ -1,4 +1,4 @@
-"""The last of the three programs: from latents to images, by whichever autoencoder; and back."""
+"""The program that decodes latents to images, for any autoencoder, and the one that encodes images."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
 DECODE_PIXELS = 1024 * 1024
-"""Pixels that a device decodes at once, if there is more than one image: one of SDXL's, four of SD 1.5's.
+"""Pixels that a device decodes at once if there are several images: one of SDXL's, four of SD 1.5's.
 
-One such image keeps a device busy. More at once only take more memory: 1.2 GiB for each of 1024 x 1024 pixels.
+One SDXL image keeps a device busy. More at once only take more memory: 1.2 GiB each.
 """
 
 
 TILE, OVERLAP = 1024, 128
-"""Pixels of a tile of the tiny autoencoder, and what neighbours share: more than its convolutions reach."""
+"""Pixels of the tiny autoencoder's tiles, and of their overlap, larger than its receptive field."""
 
 
 class Autoencoder(Protocol):
-    """What makes latents of images and images of latents, as a record: frozen, with a ``repr`` that says all that
-    decides its programs. How latents are scaled, shifted or packed for the denoiser is its business."""
+    """An autoencoder: a frozen record whose ``repr`` determines its programs.
+
+    It scales, shifts and packs latents for the denoiser.
+    """
 
     @property
     def spec(self) -> Spec:
@@ -41,7 +43,7 @@ class Autoencoder(Protocol):
 
     @property
     def factor(self) -> int:
-        """Pixels for a latent, along a side."""
+        """Pixels per latent along an axis."""
         ...
 
     @property
@@ -55,17 +57,17 @@ class Autoencoder(Protocol):
         return 3
 
     def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
-        """Latents [B, h, w, C] float32 -> images [B, H, W, channels] float32, 0..1 but for rounding."""
+        """Decode latents [B, h, w, C] float32 to images [B, H, W, channels] float32, 0..1 up to rounding."""
         ...
 
     def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
-        """Images [B, H, W, 3] float32 in 0..1 -> mean and deviation of their latents, each [B, h, w, C] float32."""
+        """Encode images [B, H, W, 3] float32 in 0..1 to mean and deviation of latents, [B, h, w, C] float32."""
         ...
 
 
 @dataclass(frozen=True)
 class _Configured(Autoencoder):
-    """The shape of the latents, as the config of an autoencoder declares it."""
+    """Base of autoencoders whose config declares the shape of the latents."""
 
     cfg: AutoencoderConfig
 
@@ -80,7 +82,7 @@ class _Configured(Autoencoder):
 
 @dataclass(frozen=True)
 class KL(_Configured):
-    """The autoencoder of latent diffusion. In float32 where its weights are float16 and it overflows in that."""
+    """The autoencoder of latent diffusion; in float32 if its weights are float16 and it overflows in float16."""
 
     cfg: VaeConfig
 
@@ -102,7 +104,7 @@ class KL(_Configured):
 
 
 def widened(p: Params, *, upcast: bool) -> tuple[Params, DType]:
-    """The parameters in the dtype that is computed in: with ``upcast`` in float32 where they are float16."""
+    """Return the parameters in the dtype to compute in: with ``upcast``, float32 instead of float16."""
     dtype = compute_dtype(p)
     if dtype == jnp.float16 and upcast:
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p), jnp.dtype(jnp.float32)
@@ -111,7 +113,7 @@ def widened(p: Params, *, upcast: bool) -> tuple[Params, DType]:
 
 @dataclass(frozen=True)
 class Tiny(_Configured):
-    """TAESD: a small autoencoder without a distribution."""
+    """TAESD: a small autoencoder whose latents have no variance."""
 
     cfg: TinyConfig
 
@@ -143,23 +145,18 @@ class Tiny(_Configured):
 
 
 def autoencoder_of(cfg: AutoencoderConfig | Autoencoder) -> Autoencoder:
-    """The record of a config; a record as it is."""
+    """Return the autoencoder of a config; an ``Autoencoder`` is returned unchanged."""
     if isinstance(cfg, TinyConfig):
         return Tiny(cfg)
     return KL(cfg) if isinstance(cfg, VaeConfig) else cfg
 
 
-def autoencoder_spec(cfg: AutoencoderConfig | Autoencoder) -> Spec:
-    """Parameters of encoder and decoder."""
-    return autoencoder_of(cfg).spec
-
-
 def decode_images(
     params: Params, latents: Array, *, cfg: AutoencoderConfig | Autoencoder, tiled: bool = False
 ) -> Array:
-    """Latents [B, h, w, C] -> images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
+    """Decode latents [B, h, w, C] to images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
 
-    No more at once than ``DECODE_PIXELS``, where the devices are known.
+    If the devices are known, each decodes at most ``DECODE_PIXELS`` at once.
     """
     autoencoder = autoencoder_of(cfg)
 
@@ -171,14 +168,16 @@ def decode_images(
 
 
 def decode_packed(params: Params, packed: Array, *, packing: Packing, size: tuple[int, int], **options: Any) -> Array:
-    """``decode_images`` of latents of ``size`` as the loop has them."""
+    """Decode latents of ``size`` in the layout of the denoising loop, as ``decode_images``."""
     return decode_images(params, packing.unpack(packed, *size), **options)
 
 
 def encode_images(
     params: Params, images: Array, *, cfg: AutoencoderConfig | Autoencoder, tiled: bool = False
 ) -> tuple[Array, Array]:
-    """Images [B, H, W, 3] float32 in 0..1 -> mean and standard deviation of their latents, each [B, h, w, C] float32.
+    """Encode images [B, H, W, 3] float32 in 0..1 to mean and deviation of latents, [B, h, w, C] float32.
+
+    Both are scaled as the denoiser sees latents.
 
     Both are scaled as the denoiser sees latents. Computed in the dtype of the parameters.
     """
@@ -186,7 +185,7 @@ def encode_images(
 
 
 def _in_micro_batches(function: Callable[[Array], Array], x: Array, *, most: int) -> Array:
-    """``function`` of images [B, ...], ``most`` of each device's at a time."""
+    """Apply ``function`` to [B, ...], at most ``most`` images of each device at a time."""
     shards = batch_shards()
     if shards is None or x.shape[0] <= shards * most:
         return function(x)
@@ -194,7 +193,7 @@ def _in_micro_batches(function: Callable[[Array], Array], x: Array, *, most: int
     now = divisor(each, most)
 
     def regrouped(x: Array, first: int, second: int) -> Array:
-        """Its leading axes, of ``first`` x ``second`` x ``now``, with the first two changed about."""
+        """Swap the first two of the leading axes ``first`` x ``second`` x ``now``."""
         return x.reshape(first, second, now, *x.shape[-3:]).swapaxes(0, 1)
 
     turns = each // now

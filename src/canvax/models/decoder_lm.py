@@ -1,7 +1,7 @@
 """A causal language model as a text encoder: Qwen3 and the text half of Qwen3-VL and Qwen2.5-VL (Qwen Team 2025).
 
-Image models read the residual stream behind some of its layers, or the normalised last state, but not the head. So
-layers behind the last one that is read are no part of the spec.
+Image models read the residual stream after some of its layers, or the normalised last state, but not the head. The spec
+therefore ends at the last layer that is read.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from canvax.params import Axis, Params, Spec
 from canvax.types import Array, DType, HostArray
 
 NORMALISED = ("qwen3", "qwen3_vl_text")
-"""Kinds that normalise queries and keys."""
+"""Model types that normalise queries and keys."""
 
 BIASED = ("qwen2_5_vl_text",)
-"""Kinds whose queries, keys and values have biases."""
+"""Model types whose queries, keys and values have biases."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig(Config):
-    """``Qwen3Model`` and its like: names are those of the transformers config."""
+    """``Qwen3Model`` and related models: names are those of the transformers config."""
 
     model_type: str = "qwen3"
     vocab_size: Ids = 151936
@@ -47,18 +47,18 @@ class DecoderConfig(Config):
     rope_theta: Annotated[float, Range(1, 1e9)] = 1e6
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
-    # What else a transformers config holds concerns training and generation.
+    # Other fields of a transformers config concern training and generation.
     STRICT = False
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Config from a parsed ``config.json``, that of the text half where a model also sees.
+        """Read a parsed ``config.json``; of a vision-language model, its text half.
 
         Raises:
             CheckpointError: naming every field whose value is not supported.
         """
         config = dict(config.get("text_config") or config)
-        # transformers 5 keeps all about positions in one field; before it the base was by itself.
+        # transformers 5 has one field for all settings of positions; earlier versions have a field for the base.
         positions = config.pop("rope_parameters", None) or config.pop("rope_scaling", None) or {}
         if "rope_theta" in positions:
             config["rope_theta"] = positions["rope_theta"]
@@ -90,9 +90,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def decoder_lm_spec(cfg: DecoderConfig, layers: int, *, normalised: bool = True) -> Spec:
-    """Return the parameters of the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``.
+    """Declare the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``.
 
-    With ``normalised``, those of the last normalisation too, if they are all layers.
+    If these are all layers, ``normalised`` includes the final normalisation.
     """
     spec: Spec = {
         "embed_tokens": embedding_spec(cfg.vocab_size, cfg.hidden_size),
@@ -129,17 +129,18 @@ def decoder_lm(
     taps: tuple[int, ...],
     pad_position: int | None = None,
 ) -> Array:
-    """Return the residual stream behind some layers for token ids; behind the last layer of the model it is normalised,
-    if the parameters have that normalisation.
+    """Encode token ids to the residual stream after some layers.
+
+    After the model's last layer it is normalised if the parameters have the final normalisation.
 
     Args:
         p: parameters as declared by ``decoder_lm_spec``.
         ids: [B, T], each prompt followed by padding.
-        lengths: how many tokens of each are its prompt, int32 [B], data. No token attends to padding, but padding has
-            features too, which some models read.
+        lengths: tokens of each prompt without padding, int32 [B]. No token attends to padding, but padding has features
+            too, which some models read.
         cfg: the config.
-        taps: numbers of layers, 0 for the embedding: entries of transformers' ``hidden_states``.
-        pad_position: of all padding; None: padding goes on counting.
+        taps: indices of layers, as in transformers' ``hidden_states``; 0 is the embedding.
+        pad_position: position of all padding tokens; None to number them after the prompt.
 
     Returns:
         [B, T, taps, D] in the dtype of the parameters.
@@ -162,7 +163,7 @@ def decoder_lm(
 
 @outlined
 def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfig) -> Array:
-    """One pre-norm layer, [B, T, D] -> [B, T, D]."""
+    """Apply one pre-norm layer, [B, T, D] -> [B, T, D]."""
     a, eps = p["self_attn"], cfg.rms_norm_eps
     h = rms_norm(p["input_layernorm"], x, eps=eps)
     split = (*x.shape[:2], -1, cfg.width_of_head)
@@ -176,17 +177,17 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
 
 @dataclass(frozen=True)
 class LanguageModel(TextEncoder):
-    """The text encoder of a model that reads some layers, side by side.
+    """A language model as a text encoder: the features of some of its layers, concatenated.
 
     Attributes:
         cfg: its config.
-        tap: the last layer that is read, of ``decoder_lm``.
-        earlier: those before it.
-        lengths: of ``TextEncoder``.
-        most: tokens of the longest prompt.
-        pad_position: of ``decoder_lm``.
-        normalised: whether the last layer of the model is read behind its normalisation.
-        tokenizer: of ``TextEncoder``.
+        tap: the last layer that is read, see ``decoder_lm``.
+        earlier: the layers read before it.
+        lengths: see ``TextEncoder``.
+        most: number of tokens of the longest prompt.
+        pad_position: see ``decoder_lm``.
+        normalised: whether the output of the model's last layer is normalised.
+        tokenizer: see ``TextEncoder``.
     """
 
     cfg: DecoderConfig

@@ -1,4 +1,4 @@
-"""A UNet evaluation that takes its deep features, most of its work, from another one (DeepCache: Ma et al. 2024)."""
+"""A UNet evaluation that reuses the deep features of another evaluation (DeepCache: Ma et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from canvax.params import Params
 from canvax.types import Array
 
 Recall = Callable[[Callable[[], Array]], tuple[Array, Any]]
-"""Given a function that computes the deep features: those to use, and what to remember of them."""
+"""Function that takes a function computing the deep features, and returns the features to use and what to remember."""
 
 
 def unet_reusing(
     p: Params, x: Array, context: Context, cfg: UNetConfig, *, layers: int, recall: Recall
 ) -> tuple[Array, Any]:
-    """``canvax.models.unet.unet``, whose deep features ``recall`` may take from elsewhere (section 3.2).
+    """Evaluate ``canvax.models.unet.unet`` with deep features that ``recall`` may take from elsewhere (section 3.2).
 
     Args:
         p: parameters of the UNet.
         x: noisy latents [B, h, w, C].
-        context: what the blocks see beside them.
+        context: the other inputs of the blocks.
         cfg: the config.
-        layers: what is computed in any case: so many of the outermost ``skip_connections(cfg)``, and all that lies
-            outside of them.
-        recall: given a function that computes what comes up to the innermost of these connections, returns that or
-            something else of ``deep_shape`` in its place, and what to remember.
+        layers: number of the outermost ``skip_connections(cfg)`` that are always computed, with the layers outside
+            them.
+        recall: gets a function that computes the features at the innermost of these connections; returns these or
+            other features of ``deep_shape``, and what to remember.
 
     Returns:
-        The network's output [B, h, w, C], and what ``recall`` remembers.
+        The network's output [B, h, w, C], and what ``recall`` returned to be remembered.
     """
     outer = [conv2d(p["conv_in"], x)]
     outer += unet_down(p, outer[0], context, cfg, slice(layers - 1))
@@ -47,7 +47,7 @@ def unet_reusing(
 
 
 def deep_shape(cfg: UNetConfig, latents: Sequence[int], layers: int) -> tuple[int, int, int, int]:
-    """Shape of the deep features of ``unet_reusing``, for latents of shape [B, h, w, C]."""
+    """Return the shape of the deep features of ``unet_reusing``, for latents of shape [B, h, w, C]."""
     batch, height, width, _ = latents
     skip = cfg.block_out_channels[0]
     for _, level, j in down_layers(cfg)[: layers - 1]:

@@ -1,9 +1,8 @@
-"""What a family of models gives the loop: the network that denoises, as a record.
+"""The denoising network as a record: what a family of models gives the loop.
 
-A record is a frozen dataclass over a config: hashable, and with a ``repr`` that says all that decides its programs,
-since both are part of a compiled program's key. What a call adds to the network is a record around another one: a
-ControlNet (``canvax.models.controlled``), ``Reusing``, ``Perturbed``. What such a record asks of the network is
-declared as ``Extras``.
+A record is a frozen dataclass over a config: hashable, and with a ``repr`` that determines its programs, since both are
+part of a compiled program's key. A call extends the network by a wrapper: a ControlNet (``canvax.models.controlled``),
+``Reusing``, ``Perturbed``. The wrapper passes its requests to the network as ``Extras``.
 """
 
 from __future__ import annotations
@@ -20,37 +19,48 @@ from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
 from canvax.models.dit import AnyArray, pack, unpack
 from canvax.models.text import IMAGE_PROMPTS, Conditions
-from canvax.models.unet import Residuals, Special, cross_attention_kv, skip_connections, unet, unet_context, unet_spec
+from canvax.models.unet import (
+    BlockOptions,
+    Residuals,
+    cross_attention_kv,
+    skip_connections,
+    unet,
+    unet_context,
+    unet_spec,
+)
 from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
+ROLES = ("NEGATIVE", "PROMPT", "PERTURBED")
 NEGATIVE, PROMPT, PERTURBED = range(3)
-"""Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32."""
+"""Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32. A denoiser may know
+others (``Facts.roles``), for rules of guidance that name them."""
 
 COLUMNS = "columns"
-"""Among the conditions of a network of tokens: how many tokens wide the images are, [B] int32."""
+"""Condition of a network of tokens: the images' width in tokens, [B] int32."""
 
 REFERENCES = "references"
-"""Among the conditions of a network that edits, of a call with R tokens of reference images, padding included:
-``tokens`` [B, R, C] float32; ``ids`` [B, R, 3] int32, the number of the reference from 1 on, row and column of a token;
-``count`` [B] int32, how many tokens are no padding."""
+"""Condition of a network that edits, with R tokens of reference images, padding included: ``tokens`` [B, R, C] float32;
+``ids`` [B, R, 3] int32, index of the reference from 1 on, row and column of a token; ``count`` [B] int32, tokens
+without padding.
+"""
 
 Shapes = dict[str, Any]
 """Trees of ``jax.ShapeDtypeStruct`` by name."""
 
 Row = Mapping[str, Array]
-"""A row of a sampler's table: columns [B, ...] such as ``timestep``, and those that a denoiser declares."""
+"""A row of a sampler's table: columns [B, ...] such as ``timestep``, and the columns that a denoiser declares."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How latents [..., h, w, C] lie in the loop: as they are, or as tokens [..., 1, L, C].
+    """Layout of latents [..., h, w, C] in the loop: unchanged, or as tokens [..., 1, L, C].
 
-    Images of as many tokens share programs: how wide they are is the condition ``COLUMNS``.
+    Images with the same number of tokens share programs: their width is the condition ``COLUMNS``.
 
     Attributes:
-        patch: sides of the square of latents that is one token; 0 for no tokens.
+        patch: side of the square of latents that one token holds; 0 for no tokens.
         channels_first: order of the features of a token, as in ``canvax.models.dit.pack``.
     """
 
@@ -59,11 +69,11 @@ class Packing:
 
     @property
     def step(self) -> int:
-        """Height and width of latents are multiples of it."""
+        """Height and width of latents must be multiples of this."""
         return max(1, self.patch)
 
     def sizes(self, width: int) -> dict[str, int]:
-        """Return the conditions that say how wide latents are."""
+        """Return the conditions that give the width of latents."""
         return {COLUMNS: width // self.patch} if self.patch else {}
 
     def shape(self, latents: Sequence[int]) -> tuple[int, ...]:
@@ -73,7 +83,7 @@ class Packing:
         return (*batch, 1, height * width // squares, squares * channels) if self.patch else tuple(latents)
 
     def pack(self, latents: AnyArray) -> AnyArray:
-        """Return latents [..., h, w, C], on the host or a device, as the loop has them."""
+        """Return latents [..., h, w, C], on the host or a device, in the layout of the loop."""
         if not self.patch:
             return latents
         return pack(latents, self.patch, channels_first=self.channels_first).reshape(self.shape(latents.shape))
@@ -89,19 +99,20 @@ class Packing:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a denoiser.
+    """Facts about a denoiser.
 
     Attributes:
-        native_size: height and width of the latents that it was trained on.
-        packing: how the loop holds its latents.
-        embeds_guidance: the guidance scale is its input ``guidance``, so that it needs no negative prompt.
-        distilled: it was trained to need no guidance, so that a guidance scale means nothing.
-        flow_map: it gives the mean velocity of a step of Euler's, so that other samplers mean nothing.
-        inpaints: it reads a mask and the masked image beside the latents, as its input ``masked``.
+        native_size: height and width of the latents it was trained on.
+        packing: layout of its latents in the loop.
+        embeds_guidance: it reads the guidance scale as its input ``guidance``, so it needs no negative prompt.
+        distilled: it was trained to need no guidance, so the guidance scale has no effect.
+        flow_map: it predicts the mean velocity of an Euler step, so other samplers cannot use it.
+        inpaints: it also reads a mask and the masked image, as its input ``masked``.
         edits: it reads ``REFERENCES``.
-        whole_reference: the most pixels of a single reference image, which is read whole, padded with its reflection;
-            0 if its edges are cut to fit, as those of several are.
-        offers: names of the ``Extras`` that it takes.
+        whole_reference: maximum pixels of a single reference image that is padded by reflection instead of cropped; 0
+            if it is always cropped, as several references are.
+        offers: names of the ``Extras`` that it supports.
+        roles: those that it knows; it need not tell the prompt from the negative one.
     """
 
     native_size: tuple[int, int] = (64, 64)
@@ -113,18 +124,19 @@ class Facts:
     edits: bool = False
     whole_reference: int = 0
     offers: tuple[str, ...] = ()
+    roles: tuple[int, ...] = (NEGATIVE, PROMPT)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Shapes of what a denoiser reads beside latents, text and the columns of the sampler.
+    """Shapes of a denoiser's inputs besides latents, text and the columns of the sampler.
 
     Attributes:
         conditions: [B, ...] each.
         columns: of the row of each image, each without [B].
-        shared: columns that are the same for all images. ``any NAME``, booleans [n], is whether a column ``NAME``
+        shared: columns that are the same for all images. ``any NAME``, booleans [n], says where a column ``NAME``
             [n, ...] is not 0 for any image.
-        memory: what it remembers of a sample from row to row, without [B], zero at first; None: nothing.
+        memory: state of a sample that is kept from row to row, without [B], zero at first; None for none.
     """
 
     conditions: Shapes = field(default_factory=dict)
@@ -138,50 +150,50 @@ class Denoiser(Protocol):
 
     @property
     def component(self) -> str:
-        """Its key in ``params``, which is its folder in a checkpoint."""
+        """Key in ``params``, which is the folder in a checkpoint."""
         ...
 
     @property
     def spec(self) -> Spec:
-        """Its parameters."""
+        """Declared parameters."""
         ...
 
     @property
     def facts(self) -> Facts:
-        """What is known of it."""
+        """Facts about the network."""
         return Facts()
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
-        """Return what it reads.
+        """Return the shapes of its inputs.
 
         Args:
-            latents: their shape in the loop, [B, h, w, C].
-            text: shapes of what the text encoders give.
-            dtype: that of a component's parameters, by its name.
+            latents: shape of the latents in the loop, [B, h, w, C].
+            text: shapes of the text encoders' outputs.
+            dtype: returns the dtype of a component's parameters by its name.
         """
         del latents, text, dtype
         return Inputs()
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
-        """Return what ``apply`` needs of the conditions [B, ...] and is the same in each step; once before the loop.
+        """Return the inputs of ``apply`` that follow from the conditions [B, ...] and are the same in each step.
 
-        ``latents`` is their shape in the loop.
+        It runs once before the loop. ``latents`` is their shape in the loop.
         """
         ...
 
     def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
-        """Return the network's output for scaled noisy latents [B, h, w, C] float32, and what it remembers."""
+        """Return the network's output for scaled noisy latents [B, h, w, C] float32, and its new memory."""
         ...
 
 
 class Extras(NamedTuple):
-    """What a record around a denoiser asks of an evaluation. The facts of a denoiser say which of them it offers.
+    """Requests of a wrapper to the denoiser's evaluation; ``Facts.offers`` lists those that a denoiser supports.
 
     Attributes:
-        residuals: added to its features.
-        perturbed: [B] bool, samples whose middle attends place by place.
-        recall: ``layers`` of ``Reusing``, and what makes of a function that computes its deep features those to use and
-            those to remember, which it returns as its memory.
+        residuals: arrays to add to its features.
+        perturbed: [B] bool, samples in whose middle each position attends only to itself.
+        recall: ``layers`` of ``Reusing``, and a ``canvax.models.deep_features.Recall``; what is remembered is returned
+            as the memory.
     """
 
     residuals: Residuals | None = None
@@ -190,25 +202,25 @@ class Extras(NamedTuple):
 
 
 PLAIN = Extras()
-"""Nothing."""
+"""No requests."""
 
 
 class Extensible(Denoiser, Protocol):
-    """A denoiser that offers extras."""
+    """A denoiser that supports extras."""
 
     def apply(
         self, p: Params, x: Array, row: Row, prepared: Any, memory: Any, extras: Extras = PLAIN
     ) -> tuple[Array, Any]:
-        """As ``Denoiser.apply``, with what is asked of the evaluation."""
+        """Evaluate as ``Denoiser.apply``, with the requested extras."""
         ...
 
 
 class Reusable(Extensible, Protocol):
-    """A denoiser that offers ``recall``."""
+    """A denoiser that supports ``recall``."""
 
     @property
     def most_layers(self) -> int:
-        """The largest ``layers`` of ``Reusing``."""
+        """Largest ``layers`` of ``Reusing``."""
         ...
 
     def deep_shape(self, latents: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -217,7 +229,7 @@ class Reusable(Extensible, Protocol):
 
 
 def evaluate(denoiser: Denoiser, p: Params, latents: Array, timestep: Array, conditions: Conditions) -> Array:
-    """Evaluate a denoiser by itself, as the loop does.
+    """Evaluate a denoiser on its own, as the loop does.
 
     Args:
         denoiser: the network.
@@ -286,7 +298,7 @@ class UNetDenoiser(Reusable):
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> dict[str, Any]:
         prepared: dict[str, Any] = {name: value for name, value in conditions.items() if name != "role"}
-        # Of the blocks, which are calls on the CPU, the compiler would not move the keys and values out of the loop.
+        # The compiler does not move keys and values out of the loop if the blocks are calls, as on the CPU.
         kv = cross_attention_kv(p, prepared["text"].astype(compute_dtype(p)), self.cfg)
         if (prompts := prepared.pop(IMAGE_PROMPTS, None)) is not None:
             from canvax.models.ip_adapter import with_image_prompts  # which most calls never need
@@ -298,14 +310,14 @@ class UNetDenoiser(Reusable):
         self, p: Params, x: Array, row: Row, prepared: dict[str, Any], memory: Any, extras: Extras = PLAIN
     ) -> tuple[Array, Any]:
         prepared = dict(prepared)
-        if (masked := prepared.pop("masked", None)) is not None:  # the mask and the masked image behind the latents
+        if (masked := prepared.pop("masked", None)) is not None:  # the mask and the masked image follow the latents
             x = jnp.concatenate([x, masked], axis=-1)
-        x, special = x.astype(compute_dtype(p)), Special(perturbed=extras.perturbed)
+        x, options = x.astype(compute_dtype(p)), BlockOptions(perturbed=extras.perturbed)
         if extras.recall is None:
-            more = {"cfg": self.cfg, "special": special, "residuals": extras.residuals}
-            return unet(p, x, row["timestep"], **prepared, **more), memory
+            arguments = {"cfg": self.cfg, "options": options, "residuals": extras.residuals}
+            return unet(p, x, row["timestep"], **prepared, **arguments), memory
         layers, recall = extras.recall
-        context = unet_context(p, x, row["timestep"], cfg=self.cfg, **prepared)._replace(special=special)
+        context = unet_context(p, x, row["timestep"], cfg=self.cfg, **prepared)._replace(options=options)
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 
 
@@ -313,15 +325,15 @@ def _of_base(name: str) -> Any:
     return property(lambda self: getattr(self.base, name))
 
 
-class Around:
-    """A record around another denoiser, whose parameters it has. What it does not define is that of the other one.
+class DenoiserWrapper:
+    """Wrapper of another denoiser, with the same parameters. Members that it does not define are those of the denoiser.
 
     Attributes:
-        base: the other one.
-        needs: the name of the extra that it asks of the other one; "" for none.
+        base: the wrapped denoiser.
+        needs: the extra that the wrapped denoiser must support; "" for none.
 
     Raises:
-        InputError: the other one does not offer it.
+        InputError: the wrapped denoiser does not support it.
     """
 
     base: Any
@@ -335,21 +347,25 @@ class Around:
             problem = (
                 f"does not offer {self.needs!r}, which {kind} asks for; it offers {', '.join(offers) or 'nothing'}"
             )
-            raise InputError("denoiser", self.base.component, problem, f"use a network without {kind}")
+            raise InputError("denoiser", problem, cure=f"use a network without {kind}", value=self.base.component)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the other one has, such as its config."""
-        if name.startswith("__") or name == "base":  # which a copy asks for before it has any
+        """Return a further member of the wrapped denoiser, such as its config."""
+        if name.startswith("__") or name == "base":  # ``copy`` asks for attributes before there are any
             raise AttributeError(name)
         return getattr(self.base, name)
 
 
 @dataclass(frozen=True)
-class Perturbed(Around):
-    """A denoiser that attends place by place in samples whose role is ``PERTURBED`` (Ahn et al. 2024)."""
+class Perturbed(DenoiserWrapper):
+    """A denoiser in which each position attends only to itself, in samples of role ``PERTURBED`` (Ahn et al. 2024)."""
 
     base: Extensible
     needs = "perturbed"
+
+    @property
+    def facts(self) -> Facts:
+        return replace(self.base.facts, roles=(*self.base.facts.roles, PERTURBED))
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Any, Array]:
         return self.base.prepare(p, conditions, latents), conditions["role"] == PERTURBED
@@ -362,15 +378,15 @@ class Perturbed(Around):
 
 
 @dataclass(frozen=True)
-class Reusing(Around):
+class Reusing(DenoiserWrapper):
     """A denoiser that computes its deep features in some rows and forecasts them in the others.
 
-    DeepCache (Ma et al. 2024) takes the last features as they are, TaylorSeer (Liu et al. 2025) follows the line
-    through the last two. It remembers those, newest first [B, 2, h', w', C'].
+    DeepCache (Ma et al. 2024) reuses the last features, TaylorSeer (Liu et al. 2025) extrapolates linearly from the
+    last two. Its memory is the last two features, newest first [B, 2, h', w', C'].
 
     Attributes:
         base: the denoiser.
-        layers: what is computed in any case: ``layers`` of ``canvax.models.deep_features.unet_reusing``.
+        layers: number of layers that are always computed, see ``canvax.models.deep_features.unet_reusing``.
     """
 
     base: Reusable
@@ -378,8 +394,10 @@ class Reusing(Around):
     needs = "recall"
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
-        """``recompute``: whether a row computes the features; ``reuse``: what a row makes of the last two, (1, 0)
-        where it computes them."""
+        """Add the columns ``recompute``, bool, and ``reuse``, the weights of the last two features in a row.
+
+        Rows that compute the features have the weights (1, 0).
+        """
         _, *deep = self.base.deep_shape(latents, self.layers)
         inner = self.base.inputs(latents, text, dtype)
         recompute, reuse = jax.ShapeDtypeStruct((), jnp.bool_), jax.ShapeDtypeStruct((2,), jnp.float32)

@@ -1,9 +1,8 @@
-"""Layers and blocks of transformer models: rotary positions, attention with normalised queries and keys, and the
-double-stream, parallel and sandwich blocks of diffusion transformers (Peebles & Xie 2023).
+"""Layers and blocks of diffusion transformers (Peebles & Xie 2023): rotary positions, attention with normalised queries
+and keys, and double-stream, parallel and sandwich blocks.
 
-Blocks have no modulation of their own: the shifts, scales and gates that the time gives are passed in, each [B, 1, D].
-Whatever depends on where a token lies is in its integer ids, which are data: a program depends on how many tokens there
-are, not on height and width.
+Blocks do not compute their modulation: the shifts, scales and gates, each [B, 1, D], are arguments. Positions of tokens
+are integer ids, which are inputs: a program depends on the number of tokens, not on height and width.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ AnyArray = Any
 
 
 class Rope(NamedTuple):
-    """Cosines and sines of the angles by which pairs of channels are turned, each [B, T, Dh / 2] float32."""
+    """Cosines and sines of the rotation angles of channel pairs, each [B, T, Dh / 2] float32."""
 
     cos: Array
     sin: Array
 
 
 def rotary_embedding(ids: Array, axes: Sequence[int], theta: float) -> Rope:
-    """Rotary position embedding (Su et al. 2021) over several axes.
+    """Compute the rotary position embedding (Su et al. 2021) over several axes.
 
     Args:
         ids: the position of each token along each axis, integers [B, T, A]; B may be 1.
-        axes: how many channels of a head each axis turns; their sum is Dh.
+        axes: number of channels of a head that each axis rotates; their sum is Dh.
         theta: the base of the frequencies.
 
     Angles are float32: bfloat16 has no integers beyond 256.
@@ -54,10 +53,10 @@ def rotary_embedding(ids: Array, axes: Sequence[int], theta: float) -> Rope:
 
 
 def rotate(x: Array, rope: Rope) -> Array:
-    """Turn channel i and channel i + Dh / 2 of each head as a pair, [B, T, N, Dh], in float32.
+    """Rotate channels i and i + Dh / 2 of each head as a pair, [B, T, N, Dh], in float32.
 
-    Checkpoints of diffusion transformers have the two of a pair side by side. Loading puts them in this order (see
-    ``rotated``): neighbours would have to be moved apart in each call, 5 % of a block's time on a TPU.
+    In checkpoints of diffusion transformers the two channels of a pair are neighbours. Loading reorders them (see
+    ``rotated``): separating neighbours in each call would take 5 % of a block's time on a TPU.
     """
     cos, sin = (part[:, :, None] for part in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -65,29 +64,36 @@ def rotate(x: Array, rope: Rope) -> Array:
 
 
 ROTATED = ("to_q", "to_k", "add_q_proj", "add_k_proj", "norm_q", "norm_k", "norm_added_q", "norm_added_k")
-"""Layers of a diffusion transformer whose outputs are sorted when they are loaded, queries and keys alike: their
-products are those of before."""
+"""Layers of a diffusion transformer whose outputs are reordered when they are loaded. Queries and keys are reordered in
+the same way, so that their products do not change.
+"""
 
 
 def rotated(spec: Spec, head_dim: int) -> Spec:
-    """Attention whose queries and keys ``rotate`` turns, from a checkpoint where the two of a pair are neighbours."""
+    """Return a spec of attention for ``rotate``, from a checkpoint in which the channels of a pair are neighbours."""
     sort = partial(replace, pairs=head_dim)
     return {name: map_spec(sort, part) if name in ROTATED else part for name, part in spec.items()}
 
 
+def axes_faults(axes: Sequence[int], count: int, head_dim: int) -> list[str]:
+    """Return the fault of ``axes`` unless they are ``count`` even numbers that share the channels of a head."""
+    fit = len(axes) == count and sum(axes) == head_dim and not any(axis % 2 for axis in axes)
+    return [] if fit else [f"axes_dims_rope {axes} with attention_head_dim {head_dim}"]
+
+
 def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
-    """Row and column of each token of images that are ``width`` [B] tokens wide, both [B, T]: width is data."""
+    """Return the row and column of each token, both [B, T], of images that are ``width`` [B] tokens wide."""
     index = jnp.arange(tokens)[None]
     return index // width[:, None], index % width[:, None]
 
 
 def rms_norm_spec(channels: int) -> Spec:
-    """The scale of a root-mean-square normalisation."""
+    """Declare the scale of a root-mean-square normalisation."""
     return {"weight": Param((channels,), (None,), init="ones")}
 
 
 def rms_norm(p: Params, x: Array, *, eps: float, offset: float = 0.0) -> Array:
-    """Root-mean-square normalisation (Zhang & Sennrich 2019) over the last axis, in float32.
+    """Apply root-mean-square normalisation (Zhang & Sennrich 2019) over the last axis, in float32.
 
     ``offset`` is added to the weight, for checkpoints that store its difference from 1.
     """
@@ -97,32 +103,32 @@ def rms_norm(p: Params, x: Array, *, eps: float, offset: float = 0.0) -> Array:
 
 
 def layer_norm(x: Array, *, eps: float = 1e-6) -> Array:
-    """Layer normalisation over the last axis without scale and shift, which the modulation brings; in float32."""
+    """Apply layer normalisation without scale and shift over the last axis, in float32."""
     x32 = x.astype(jnp.float32)
     centred = x32 - x32.mean(-1, keepdims=True)
     return (centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 def modulated(x: Array, shift: Array | float, scale: Array | float) -> Array:
-    """``x`` [B, T, D] scaled and shifted as the time wants it."""
+    """Return ``x`` [B, T, D], scaled and shifted."""
     return x * (1 + scale) + shift
 
 
 def sinusoids(t: Array, width: int) -> Array:
-    """Embedding of times [B] in 0..1000 -> [B, width] float32, cosines first."""
+    """Embed times [B] in 0..1000 as [B, width] float32, cosines first."""
     half = width // 2
     angles = t.astype(jnp.float32)[:, None] * jnp.exp(-np.log(1e4) * jnp.arange(half, dtype=jnp.float32) / half)[None]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def embedded_time(p: Params, t: Array, x: Array) -> Array:
-    """A time or guidance scale [B] in 0..1000 as a vector [B, D] in the dtype of ``x``."""
+    """Embed a time or guidance scale [B] in 0..1000 as a vector [B, D] in the dtype of ``x``."""
     h = sinusoids(t, p["linear_1"]["weight"].shape[0]).astype(x.dtype)
     return linear(p["linear_2"], jax.nn.silu(linear(p["linear_1"], h)))
 
 
 def swiglu_spec(width: int, inner: int, names: tuple[str, str, str] = ("gate", "up", "down")) -> Spec:
-    """Gate, up and down projections of a gated feed-forward, under the checkpoint's ``names``."""
+    """Declare the gate, up and down projections of a gated feed-forward, under the checkpoint's ``names``."""
     gate, up, down = names
     return {
         gate: linear_spec(width, inner, ("embed", "mlp"), bias=False),
@@ -132,18 +138,18 @@ def swiglu_spec(width: int, inner: int, names: tuple[str, str, str] = ("gate", "
 
 
 def swiglu(p: Params, x: Array, names: tuple[str, str, str] = ("gate", "up", "down")) -> Array:
-    """``down(silu(gate x) * up x)`` (Shazeer 2020, eq. 6), [B, T, D] -> [B, T, D]."""
+    """Compute ``down(silu(gate x) * up x)`` (Shazeer 2020, eq. 6), [B, T, D] -> [B, T, D]."""
     gate, up, down = names
     return linear(p[down], jax.nn.silu(linear(p[gate], x)) * linear(p[up], x))
 
 
 def qk_norm_spec(head_dim: int, names: tuple[str, str] = ("norm_q", "norm_k")) -> Spec:
-    """Normalisations of queries and keys, over the channels of a head."""
+    """Declare the normalisations of queries and keys, over the channels of a head."""
     return {name: rms_norm_spec(head_dim) for name in names}
 
 
 def self_attention_spec(width: int, heads: int, head_dim: int, kv_heads: int | None = None) -> Spec:
-    """Projections of attention without biases, and normalisations of queries and keys."""
+    """Declare attention without biases, with normalised queries and keys."""
     queries, keys = Axis("heads", heads), Axis("heads", kv_heads or heads)
     return {
         "to_q": linear_spec(width, heads * head_dim, ("embed", queries), bias=False),
@@ -165,7 +171,7 @@ Heads = tuple[Array, Array, Array]
 def queries_keys_values(
     p: Params, x: Array, names: tuple[str, ...] = IMAGE, *, eps: float, offset: float = 0.0
 ) -> Heads:
-    """Queries and keys, normalised, and values of ``x`` [B, T, D], split into heads; keys may have fewer."""
+    """Return normalised queries and keys, and values, of ``x`` [B, T, D], in heads; keys may have fewer."""
     head_dim = p[names[3]]["weight"].shape[0]
     q, k, v = (linear(p[name], x).reshape(*x.shape[:2], -1, head_dim) for name in names[:3])
     q, k = (rms_norm(p[name], y, eps=eps, offset=offset) for name, y in zip(names[3:], (q, k), strict=True))
@@ -173,7 +179,7 @@ def queries_keys_values(
 
 
 def attend(q: Array, k: Array, v: Array, rope: Rope | None, lengths: Array | None = None) -> Array:
-    """Attention with rotary positions, heads side by side: [B, T, N * Dh]."""
+    """Apply attention with rotary positions; heads are concatenated: [B, T, N * Dh]."""
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     return attention(q, k, v, lengths=lengths).reshape(*q.shape[:2], -1)
@@ -182,7 +188,7 @@ def attend(q: Array, k: Array, v: Array, rope: Rope | None, lengths: Array | Non
 def self_attention(
     p: Params, x: Array, rope: Rope | None, lengths: Array | None, *, eps: float, offset: float = 0.0
 ) -> Array:
-    """Attention of ``x`` [B, T, D] to its first ``lengths`` [B] tokens; gated where there is ``to_gate``."""
+    """Apply attention of ``x`` [B, T, D] to its first ``lengths`` [B] tokens, gated if there is ``to_gate``."""
     y = attend(*queries_keys_values(p, x, eps=eps, offset=offset), rope, lengths)
     if "to_gate" in p:
         y = y * jax.nn.sigmoid(linear(p["to_gate"], x))
@@ -190,7 +196,7 @@ def self_attention(
 
 
 def double_block_spec(width: int, heads: int, inner: int) -> Spec:
-    """A double-stream block without biases."""
+    """Declare a double-stream block without biases."""
     head_dim, split = width // heads, Axis("heads", heads)
     text = {name: linear_spec(width, width, ("embed", split), bias=False) for name in TEXT[:3]}
     attention = {
@@ -211,7 +217,7 @@ Modulation = tuple[Array, ...]
 
 
 def chunks(p: Params, time: Array, count: int) -> Modulation:
-    """``count`` vectors [B, 1, D] of a modulation, from the activated time [B, 1, D]."""
+    """Return ``count`` vectors [B, 1, D] of a modulation, from the activated time embedding [B, 1, D]."""
     return tuple(jnp.split(linear(p["linear"], time), count, axis=-1))
 
 
@@ -227,7 +233,7 @@ def double_block(
     *,
     eps: float,
 ) -> tuple[Array, Array]:
-    """Double-stream block (Esser et al. 2024, figure 2b): each stream has its weights, and they attend together.
+    """Apply a double-stream block (Esser et al. 2024, figure 2b): text and image share only attention.
 
     Args:
         p: parameters as declared by ``double_block_spec``.
@@ -236,8 +242,8 @@ def double_block(
         for_image: six chunks of modulation.
         for_text: six chunks of modulation.
         rope: positions of text, then image.
-        lengths: how many tokens of text and image are attended to [B]; None for all.
-        eps: of all normalisations.
+        lengths: number of text and image tokens to attend to [B]; None for all.
+        eps: epsilon of all normalisations.
 
     Returns:
         Both streams.
@@ -255,7 +261,7 @@ def double_block(
 
 
 def parallel_block_spec(width: int, heads: int, inner: int) -> Spec:
-    """A single-stream block without biases whose attention and feed-forward read the same input."""
+    """Declare a single-stream block without biases whose attention and feed-forward read the same input."""
     attention = rotated(self_attention_spec(width, heads, width // heads), width // heads)
     return {"attn": attention, "ff": swiglu_spec(width, inner)}
 
@@ -264,7 +270,7 @@ def parallel_block_spec(width: int, heads: int, inner: int) -> Spec:
 def parallel_block(
     p: Params, x: Array, modulation: Modulation, rope: Rope, lengths: Array | None = None, *, eps: float
 ) -> Array:
-    """Attention and feed-forward side by side (Dehghani et al. 2023, eq. 1), with shift, scale and gate."""
+    """Apply attention and feed-forward to the same input (Dehghani et al. 2023, eq. 1), with shift, scale and gate."""
     with jax.named_scope("parallel_block"):
         shift, scale, gate = modulation
         h = modulated(layer_norm(x, eps=eps), shift, scale)
@@ -276,7 +282,7 @@ SANDWICH_NAMES = ("w1", "w3", "w2")
 
 
 def sandwich_block_spec(width: int, heads: int, inner: int) -> Spec:
-    """A single-stream block with a normalisation before and one behind each of its halves."""
+    """Declare a single-stream block with normalisations before and after both attention and feed-forward."""
     return {
         "attention": rotated(self_attention_spec(width, heads, width // heads), width // heads),
         "feed_forward": swiglu_spec(width, inner, SANDWICH_NAMES),
@@ -295,16 +301,16 @@ def sandwich_block(
     eps: float,
     qk_eps: float,
 ) -> Array:
-    """Sandwich block (Ding et al. 2021, section 2.3; Lumina-Image 2.0).
+    """Apply a sandwich block (Ding et al. 2021, section 2.3; Lumina-Image 2.0).
 
     Args:
         p: parameters as declared by ``sandwich_block_spec``.
         x: [B, T, D].
-        rope: positions of its tokens.
-        lengths: how many of them are attended to [B]; None for all.
+        rope: positions of the tokens.
+        lengths: number of tokens to attend to [B]; None for all.
         modulation: scale and gate for the attention, then for the feed-forward; None for 0 and 1.
-        eps: of the normalisations around attention and feed-forward.
-        qk_eps: of those of queries and keys.
+        eps: epsilon of the normalisations around attention and feed-forward.
+        qk_eps: epsilon of the normalisations of queries and keys.
     """
     with jax.named_scope("sandwich_block"):
         scale, gate, ff_scale, ff_gate = modulation or (0.0, 1.0, 0.0, 1.0)

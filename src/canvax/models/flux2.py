@@ -1,8 +1,8 @@
 """FLUX.2 (Black Forest Labs 2025; klein 2026): ``Flux2Transformer2DModel`` as pure functions.
 
-Double-stream blocks and then parallel ones, whose modulation is the same in all blocks of a kind. Reference images are
-tokens behind the image. Its latents are 128 channels, squares of 2 x 2 latents of ``canvax.models.flux2_vae``; the text
-of klein is layers 9, 18 and 27 of Qwen3 side by side, all 512 rows of it.
+Double-stream blocks are followed by parallel ones; all blocks of a kind share their modulation. Reference images are
+tokens after the image. A latent of 128 channels holds 2 x 2 latents of ``canvax.models.flux2_vae``. The text of klein
+is layers 9, 18 and 27 of Qwen3, concatenated; all 512 rows are read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
 from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Rope,
+    axes_faults,
     chunks,
     double_block,
     double_block_spec,
@@ -37,20 +38,20 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""What klein's language model reads of a prompt, filled up to ``ROWS`` tokens."""
+"""Chat template of klein's language model, padded to ``ROWS`` tokens."""
 
 ROWS = 512
 """Tokens of a text, padding included."""
 
 REFERENCE_STEP = 10
-"""References lie at times 10, 20, 30, ..., the image at 0."""
+"""References have times 10, 20, 30, ..., the image has 0."""
 
 TAP = 9
-"""Every how many layers the language model is read, three times."""
+"""Distance of the three layers of the language model that are read."""
 
 
 def taps(layers: int) -> tuple[int, int, int]:
-    """The layers that are put side by side, of a language model of so many; a quarter apart in one of fewer than 28."""
+    """Return the layers of a language model that are read; with fewer than 28 layers they are a quarter apart."""
     step = TAP if layers > 3 * TAP else layers // 4
     return step, 2 * step, 3 * step
 
@@ -80,11 +81,8 @@ class Flux2Config(Config):
     def __post_init__(self) -> None:
         if self.out_channels not in (None, self.in_channels):
             raise CheckpointError(f"Flux2Config does not support out_channels {self.out_channels}")
-        axes = self.axes_dims_rope
-        if len(axes) != 4 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
-            raise CheckpointError(
-                f"Flux2Config does not support axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}"
-            )
+        for fault in axes_faults(self.axes_dims_rope, 4, self.attention_head_dim):
+            raise CheckpointError(f"Flux2Config does not support {fault}")
 
     @property
     def dim(self) -> int:
@@ -93,8 +91,11 @@ class Flux2Config(Config):
 
 
 def flux2_spec(cfg: Flux2Config) -> Spec:
-    """Parameters of the transformer, none of which is a bias. Checkpoints store some layers as one, which devices split
-    each by itself: see ``STACKS`` in ``canvax.families.flux2``."""
+    """Declare the transformer's parameters; none is a bias.
+
+    Checkpoints store some layers as one; devices split the layers separately: see ``STACKS`` in
+    ``canvax.families.flux2``.
+    """
     width, inner = cfg.dim, int(cfg.dim * cfg.mlp_ratio)
 
     def matrix(inputs: int, outputs: int) -> Spec:
@@ -118,13 +119,13 @@ def flux2_spec(cfg: Flux2Config) -> Spec:
 
 
 class Flux2Context(NamedTuple):
-    """What the transformer reads in each step beside the image, the same in all steps.
+    """Inputs of the transformer besides the image; they are the same in all steps.
 
     Attributes:
         text: embedded text [B, S, D].
         references: embedded reference images [B, R, D]; R may be 0.
         rope: positions of text, image and references.
-        lengths: how many tokens of text, image and references are attended to [B]; None for all.
+        lengths: number of tokens of text, image and references to attend to [B]; None for all.
     """
 
     text: Array
@@ -149,17 +150,17 @@ def flux2_context(
     tokens: int,
     count: Array | None = None,
 ) -> Flux2Context:
-    """Embed text and references and place all tokens, once before the loop.
+    """Embed text and references and compute all positions, once before the loop.
 
     Args:
         p: parameters as declared by ``flux2_spec``.
-        text: [B, S, ``joint_attention_dim``] in the dtype that it computes in; its padding is part of it.
-        width: how many tokens wide the images are, int32 [B].
+        text: [B, S, ``joint_attention_dim``] in the dtype to compute in, padding included.
+        width: width of the images in tokens, int32 [B].
         references: latents of reference images as tokens [B, R, ``in_channels``]; R may be 0.
-        ids: their positions, of ``reference_ids``, int32 [B, R, 4].
+        ids: their positions, from ``reference_ids``, int32 [B, R, 4].
         cfg: the config.
-        tokens: how many tokens an image has, L.
-        count: how many of the tokens of references are not padding [B]; None for all.
+        tokens: L, the number of tokens of an image.
+        count: number of reference tokens without padding [B]; None for all.
     """
     batch, rows, _ = text.shape
     row, column = grid_ids(tokens, width)
@@ -178,15 +179,15 @@ def flux2_context(
 def flux2(
     p: Params, x: Array, timestep: Array, context: Flux2Context, cfg: Flux2Config, *, guidance: Array | None = None
 ) -> Array:
-    """The velocity (noise minus image) of noisy latents.
+    """Predict the velocity (noise minus image) of noisy latents.
 
     Args:
         p: parameters as declared by ``flux2_spec``.
-        x: latents as tokens [B, L, ``in_channels``] in the dtype that it computes in.
+        x: latents as tokens [B, L, ``in_channels``] in the dtype to compute in.
         timestep: [B], 1000 for noise and 0 for an image.
-        context: of ``flux2_context``.
+        context: result of ``flux2_context``.
         cfg: the config.
-        guidance: the scale that a model with ``guidance_embeds`` embeds [B].
+        guidance: guidance scale [B] of a model with ``guidance_embeds``.
 
     Returns:
         [B, L, ``in_channels``].
@@ -211,17 +212,17 @@ def flux2(
         block = p["single_transformer_blocks"][str(i)]
         where = f"single_transformer_blocks.{i}"
         h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps, where=where)
-    scale, shift = chunks(p["norm_out"], time, 2)  # in the other order than everywhere else
+    scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here
     return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=cfg.eps), shift, scale))
 
 
 @dataclass(frozen=True)
 class Flux2Denoiser(Denoiser):
-    """The transformer inside the loop. It gives the velocity of a flow.
+    """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
         cfg: its config.
-        is_distilled: as ``distilled`` of its facts.
+        is_distilled: see ``Facts.distilled``.
     """
 
     cfg: Flux2Config

@@ -1,4 +1,4 @@
-"""The autoencoder of FLUX.2: ``AutoencoderKL`` whose latents, 2 x 2 to a token, are normalised by stored statistics."""
+"""The autoencoder of FLUX.2: ``AutoencoderKL`` with 2 x 2 latents per token, normalised by stored statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from canvax.params import Param, Params, Spec
 from canvax.types import Array
 
 UNUSED = ("bn.num_batches_tracked",)
-"""What a checkpoint holds beside the parameters."""
+"""Arrays of a checkpoint that are not parameters."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Flux2VaeConfig(Config):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"sample_size", "batch_norm_momentum"})
 
     def __post_init__(self) -> None:
-        _ = self.encoder, self.decoder  # their checks
+        _ = self.encoder, self.decoder  # of the check below
 
     @property
     def encoder(self) -> VaeConfig:
-        """The ``AutoencoderKL`` that encodes; the statistics take the place of its factor."""
+        """Config of the encoder, an ``AutoencoderKL`` without a scaling factor: the statistics replace it."""
         shared = {field.name for field in dataclasses.fields(VaeConfig)}
         values = {name: value for name, value in vars(self).items() if name in shared}
         return VaeConfig(**values, scaling_factor=1.0)
 
     @property
     def decoder(self) -> VaeConfig:
-        """The one that decodes, which may be narrower."""
+        """Config of the decoder, which may be narrower."""
         channels = self.decoder_block_out_channels or self.block_out_channels
         return dataclasses.replace(self.encoder, block_out_channels=channels)
 
@@ -73,21 +73,21 @@ class Flux2VaeConfig(Config):
 
 
 def flux2_vae_spec(cfg: Flux2VaeConfig) -> Spec:
-    """Parameters of encoder and decoder, and the statistics of latents, which are float32."""
+    """Declare the parameters of encoder and decoder, and the statistics of latents, which are float32."""
     spec = vae_spec(cfg.encoder) | {"decoder": vae_spec(cfg.decoder)["decoder"]}
     mean = Param((cfg.channels,), (None,), init="zeros", dtype="float32")
     return spec | {"bn": {"running_mean": mean, "running_var": dataclasses.replace(mean, init="ones")}}
 
 
 def flux2_vae_decode(p: Params, latents: Array, cfg: Flux2VaeConfig, *, tiled: bool = False) -> Array:
-    """Normalised latents [B, h, w, 128] -> images [B, 16h, 16w, 3] in about -1..1."""
+    """Decode normalised latents [B, h, w, 128] to images [B, 16h, 16w, 3] in about -1..1."""
     mean, deviation = _statistics(p, cfg)
     z = (latents.astype(jnp.float32) * deviation + mean).astype(latents.dtype)
     return (vae_decode_tiled if tiled else vae_decode)(p, unpack(z, channels_first=True), cfg.decoder)
 
 
 def flux2_vae_encode(p: Params, images: Array, cfg: Flux2VaeConfig, *, tiled: bool = False) -> tuple[Array, Array]:
-    """Images in -1..1 [B, 16h, 16w, 3] -> mean and log-variance of normalised latents, [B, h, w, 128] float32."""
+    """Encode images [B, 16h, 16w, 3] in -1..1 to mean and log-variance of latents, [B, h, w, 128] float32."""
     moments = (vae_encode_tiled if tiled else vae_encode)(p, images, cfg.encoder)
     centre, logvar = (pack(part, channels_first=True).astype(jnp.float32) for part in moments)
     mean, deviation = _statistics(p, cfg)
@@ -95,7 +95,7 @@ def flux2_vae_encode(p: Params, images: Array, cfg: Flux2VaeConfig, *, tiled: bo
 
 
 def _statistics(p: Params, cfg: Flux2VaeConfig) -> tuple[Array, Array]:
-    """Mean and standard deviation of the latents, each [1, 1, 1, 128] float32."""
+    """Return mean and standard deviation of the latents, each [1, 1, 1, 128] float32."""
     mean, variance = (p["bn"][name].astype(jnp.float32)[None, None, None] for name in ("running_mean", "running_var"))
     return mean, jax.lax.sqrt(variance + cfg.batch_norm_eps)
 

@@ -1,9 +1,10 @@
 """FLUX.3 image klein (Black Forest Labs 2026): ``Flux3Transformer2DModel`` as pure functions.
 
-The image, the reference images and the text (three modes) each pass through parallel blocks with weights of their mode,
-then through joint ones. Reference images and text are always at time 0, so that without a flow map their part of the
-first blocks is computed once for an image. A flow map (the distilled models) is also given the time that a step leads
-to. Latents are those of ``canvax.models.flux2_vae``; the text is eight layers of Qwen3-VL-4B side by side.
+The image, the reference images and the text are three modes. Each passes through parallel blocks with weights of its
+mode, then all pass through joint blocks. Reference images and text always have time 0, so that their part of the first
+blocks is computed once per image unless the model is a flow map. A flow map (the distilled models) also reads the time
+that a step leads to. Latents are those of ``canvax.models.flux2_vae``; the text is eight layers of Qwen3-VL-4B,
+concatenated.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Inputs,
 from canvax.models.dit import (
     Modulation,
     Rope,
+    axes_faults,
     chunks,
     embedded_time,
     grid_ids,
@@ -38,22 +40,22 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-"""The chat template that the language model reads."""
+"""Chat template of the language model."""
 
 WINDOW = 80
 """A text is padded to a multiple of this many tokens. The transformer attends to this padding."""
 
 LENGTHS = tuple(WINDOW * 2**i for i in range(5))
-"""Lengths of texts that programs are made for."""
+"""Text lengths that programs are compiled for."""
 
 WHOLE_REFERENCE = 4 * 1024 * 1024
-"""Pixels of a single reference image, which is not cut."""
+"""Maximum pixels of a single reference image that is not cropped."""
 
 PAD_POSITION = 1
 """Position of all padding in the language model."""
 
 TARGET = "target"
-"""The column of a table's row with the time that its step leads to."""
+"""Column of a table's row with the time that its step leads to."""
 
 IMAGE, REFERENCE, TEXT = "image", "image_cond", "txt"
 MODES = IMAGE, REFERENCE, TEXT
@@ -80,9 +82,7 @@ class Flux3Config(Config):
     flow_map: bool = False
 
     def __post_init__(self) -> None:
-        axes, faults = self.axes_dims_rope, []
-        if len(axes) != 4 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
-            faults.append(f"axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}")
+        faults = axes_faults(self.axes_dims_rope, 4, self.attention_head_dim)
         if self.cond_in_channels != self.in_channels:
             faults.append(f"cond_in_channels {self.cond_in_channels} with in_channels {self.in_channels}")
         if faults:
@@ -95,7 +95,7 @@ class Flux3Config(Config):
 
 
 def flux3_spec(cfg: Flux3Config) -> Spec:
-    """Parameters of the transformer, none of which is a bias."""
+    """Declare the transformer's parameters; none is a bias."""
     width = cfg.dim
 
     def matrix(inputs: int, outputs: int) -> Spec:
@@ -121,7 +121,7 @@ def flux3_spec(cfg: Flux3Config) -> Spec:
 
 
 def reference_ids(ids: Array) -> Array:
-    """Positions of tokens of reference images: number, row and column [B, R, 3] -> [B, R, 4], int32."""
+    """Return positions [B, R, 4] int32 of reference tokens from their index, row and column [B, R, 3]."""
     number, row, column = ids[..., 0], ids[..., 1], ids[..., 2]
     return jnp.stack([jnp.zeros_like(row), row, column, -number], axis=-1)
 
@@ -130,9 +130,9 @@ class Mode(NamedTuple):
     """Tokens of the image, of the references or of the text.
 
     Attributes:
-        tokens: [B, T, D], behind the blocks of their mode unless the model is a flow map.
+        tokens: [B, T, D], after the blocks of their mode unless the model is a flow map.
         rope: their positions.
-        lengths: how many of them are read, int32 [B]; None for all.
+        lengths: number of tokens to attend to, int32 [B]; None for all.
     """
 
     tokens: Array
@@ -141,16 +141,16 @@ class Mode(NamedTuple):
 
 
 class Flux3Context(NamedTuple):
-    """What the transformer reads in each step beside the image, the same in all steps.
+    """Inputs of the transformer besides the image; they are the same in all steps.
 
     Attributes:
-        text: its window, and padding that is not read.
-        references: None where there are none.
+        text: tokens of the text: its window, and padding that is not read.
+        references: tokens of the references; None for none.
         image_rope: positions of the image.
         rope: positions of all tokens in the order of the joint blocks.
-        order: which of image, references and text is each token of the joint blocks, int32 [B, T]: padding that is not
-            read comes last; None: as they are.
-        lengths: how many of them are read, int32 [B].
+        order: index of each token of the joint blocks among image, references and text, int32 [B, T]: padding that is
+            not read comes last; None to keep the order.
+        lengths: number of tokens to attend to, int32 [B].
     """
 
     text: Mode
@@ -173,18 +173,18 @@ def flux3_context(
     ids: Array | None = None,
     count: Array | None = None,
 ) -> Flux3Context:
-    """Embed text and references and place all tokens, once before the loop.
+    """Embed text and references and compute all positions, once before the loop.
 
     Args:
         p: parameters as declared by ``flux3_spec``.
-        text: [B, S, ``joint_attention_dim``] in the dtype that it computes in.
-        length: how many tokens each text has, int32 [B]; the rest of its window is read, too.
-        width: how many tokens wide the images are, int32 [B].
+        text: [B, S, ``joint_attention_dim``] in the dtype to compute in.
+        length: number of tokens of each text, int32 [B]; the rest of its window is read, too.
+        width: width of the images in tokens, int32 [B].
         cfg: the config.
-        tokens: how many tokens an image has, L.
+        tokens: L, the number of tokens of an image.
         references: latents of reference images as tokens [B, R, ``in_channels``].
-        ids: their positions, of ``reference_ids``, int32 [B, R, 4].
-        count: how many of them are not padding, int32 [B].
+        ids: their positions, from ``reference_ids``, int32 [B, R, 4].
+        count: number of reference tokens without padding, int32 [B].
     """
     batch, rows, _ = text.shape
     window = jnp.clip(-(-length // WINDOW), 1) * WINDOW
@@ -220,13 +220,13 @@ def flux3(
     *,
     target: Array | None = None,
 ) -> Array:
-    """The velocity (noise minus image) of noisy latents; of a flow map its mean from one time to another.
+    """Predict the velocity (noise minus image) of noisy latents; a flow map predicts its mean over a step.
 
     Args:
         p: parameters as declared by ``flux3_spec``.
-        x: latents as tokens [B, L, ``in_channels``] in the dtype that it computes in.
+        x: latents as tokens [B, L, ``in_channels``] in the dtype to compute in.
         timestep: [B], 1000 for noise and 0 for an image.
-        context: of ``flux3_context``.
+        context: result of ``flux3_context``.
         cfg: the config.
         target: the time that the step leads to [B], for a flow map.
 
@@ -259,12 +259,12 @@ def flux3(
     for i in range(cfg.num_single_layers):
         block, where = p["single_transformer_blocks"][str(i)], f"single_transformer_blocks.{i}"
         h = parallel_block(block, h, modulation, context.rope, context.lengths, eps=cfg.eps, where=where)
-    scale, shift = chunks(p["norm_out"], now, 2)  # in the other order than everywhere else
+    scale, shift = chunks(p["norm_out"], now, 2)  # scale before shift, only here
     return linear(p["proj_out"], modulated(layer_norm(h[:, :tokens], eps=cfg.eps), shift, scale))
 
 
 def _rope(ids: Array, cfg: Flux3Config) -> Rope:
-    """Positions; rows and columns count half."""
+    """Compute the rotary embedding; rows and columns count half."""
     positions = ids.astype(jnp.float32) * jnp.array([[[1.0, 0.5, 0.5, 1.0]]])
     return rotary_embedding(positions, cfg.axes_dims_rope, cfg.rope_theta)
 
@@ -278,7 +278,7 @@ def _early_of(p: Params, mode: str, time: Array) -> Modulation:
 
 
 def _early(p: Params, mode: Mode, modulation: Modulation, cfg: Flux3Config) -> Mode:
-    """The tokens behind the blocks of their mode, in which they attend to each other alone."""
+    """Apply the blocks of a mode, in which only tokens of that mode attend to each other."""
     h = mode.tokens
     for i in range(cfg.num_layers):
         h = parallel_block(p[str(i)], h, modulation, mode.rope, mode.lengths, eps=cfg.eps)
@@ -286,7 +286,7 @@ def _early(p: Params, mode: Mode, modulation: Modulation, cfg: Flux3Config) -> M
 
 
 def _select(kind: Array, parts: Sequence[Array]) -> Array:
-    """The part [B, 1, D] of each token's mode: [B, T, D]."""
+    """Return the part [B, 1, D] of each token's mode: [B, T, D]."""
     chosen = parts[0]
     for i, part in enumerate(parts[1:], 1):
         chosen = jnp.where(kind[..., None] == i, part, chosen)
@@ -295,7 +295,7 @@ def _select(kind: Array, parts: Sequence[Array]) -> Array:
 
 @dataclass(frozen=True)
 class Flux3Denoiser(Denoiser):
-    """The transformer inside the loop. It gives the velocity of a flow, or its mean over a step.
+    """The transformer in the loop; it predicts the velocity of a flow, or its mean over a step.
 
     Attributes:
         cfg: its config.
@@ -334,5 +334,5 @@ class Flux3Denoiser(Denoiser):
 
     def apply(self, p: Params, x: Array, row: Row, prepared: Flux3Context, memory: Any) -> tuple[Array, Any]:
         tokens, time = x[:, 0].astype(compute_dtype(p)), row["timestep"]
-        target = row.get(TARGET, time) if self.cfg.flow_map else None  # alone, it gives the velocity at this time
+        target = row.get(TARGET, time) if self.cfg.flow_map else None  # by default the velocity at this time
         return flux3(p, tokens, time, prepared, self.cfg, target=target)[:, None], memory

@@ -1,7 +1,7 @@
-"""IP-Adapter (Ye et al. 2023): an image as a prompt, by keys and values of its own beside those of the text.
+"""IP-Adapter (Ye et al. 2023): an image as a prompt, through additional keys and values in the attention to the text.
 
-An image becomes a few tokens, and these keys and values for every attention to the text, once before the loop. Nothing
-of an adapter is inside of the loop but the attention itself, and how strong it is lies in the values.
+An image becomes a few tokens, and these become keys and values for every attention to the text, once before the loop.
+Only the attention itself runs inside the loop; the scale is multiplied into the values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 Kind = Literal["plain", "plus", "full"]
-"""What makes tokens of an image: a linear map of CLIP's vector of it, a resampler of CLIP's features, or a small
-network for each of these features."""
+"""Network that turns an image into tokens: a linear map of CLIP's vector, a resampler of CLIP's features, or a small
+network applied to each of these features.
+"""
 
 HEAD = 64
 """Width of a head of the resampler."""
 
 ImageKV = dict[str, Any]
-"""What one adapter has read for images of a batch:
+"""Features of one adapter's image prompts for the images of a batch:
 
     kv       for each attention in the file's order: keys and values [B, I, T, N, Dh] of I image prompts
-    scale    [B, I, L] float32, how strong each is in each of the L attentions
-    masks    for each level, from the largest: where each acts [B, h w, I] float32; missing if none has a mask
+    scale    [B, I, L] float32, the scale of each image prompt in each of the L attentions
+    masks    for each level, from the largest: mask of each image prompt [B, h w, I] float32; absent if none has one
 """
 
 
@@ -42,10 +43,10 @@ class Attention(NamedTuple):
     """An attention to the text.
 
     Attributes:
-        path: of its keys and values in a ``CrossAttentionKV``: part, block, attention, layer.
-        level: 0 for the largest features.
-        channels: of its keys.
-        heads: of them.
+        path: path of its keys and values in a ``CrossAttentionKV``: part, block, attention, layer.
+        level: index of its resolution, 0 for the largest.
+        channels: channels of its keys.
+        heads: number of heads.
     """
 
     path: tuple[str, ...]
@@ -55,7 +56,7 @@ class Attention(NamedTuple):
 
 
 def attentions_to_text(cfg: UNetConfig) -> list[Attention]:
-    """All attentions to the text, on the way down, on the way up, in the middle, as adapters number them."""
+    """Return all attentions to the text in the order of the files: way down, way up, middle."""
     last = len(cfg.block_out_channels) - 1
     attentions = [
         Attention(("down_blocks", str(i), str(j), str(b)), i, level.channels, level.heads)
@@ -75,7 +76,7 @@ def attentions_to_text(cfg: UNetConfig) -> list[Attention]:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """CLIP's image encoder with its projection, as a record."""
+    """CLIP's image encoder with its projection."""
 
     cfg: ClipVisionConfig
 
@@ -88,17 +89,17 @@ class ImageEncoder:
 
 @dataclass(frozen=True)
 class IPAdapter:
-    """An adapter as a record: what its arrays say, and its functions.
+    """An IP-Adapter: its sizes, read from its arrays, and its functions.
 
     Attributes:
-        kind: of what makes the tokens.
-        reads: width of what it reads, CLIP's vector or its features.
-        width: of a token, which is that of the text.
-        tokens: T, of an image.
-        unet: config of the UNet it was trained beside.
-        hidden: width inside of a resampler.
-        depth: layers of a resampler.
-        heads: of its attention.
+        kind: network that makes the tokens.
+        reads: width of its input, CLIP's vector or features.
+        width: width of a token, which is that of the text.
+        tokens: T, the number of tokens of an image.
+        unet: config of the UNet it was trained with.
+        hidden: inner width of a resampler.
+        depth: number of layers of a resampler.
+        heads: number of heads of a resampler.
     """
 
     kind: Kind
@@ -112,7 +113,7 @@ class IPAdapter:
 
     @property
     def spec(self) -> Spec:
-        """Its parameters, under the names of the released files."""
+        """Declared parameters, under the names of the released files."""
         layers: Spec = {}
         for i, layer in enumerate(self.attentions):
             to = {f"{name}_ip": linear_spec(self.width, layer.channels, bias=False) for name in ("to_k", "to_v")}
@@ -137,11 +138,11 @@ class IPAdapter:
 
     @property
     def attentions(self) -> list[Attention]:
-        """The attentions to the text, in the order in which files number them: down, up, middle."""
+        """All attentions to the text in the order of the files: way down, way up, middle."""
         return attentions_to_text(self.unet)
 
     def image_tokens(self, p: Params, embeds: Array) -> Array:
-        """What it reads [B, R] or [B, CLIP's, R] -> tokens [B, T, D]."""
+        """Map CLIP's vector [B, R] or features [B, P, R] to tokens [B, T, D]."""
         p = p["image_proj"]
         if self.kind == "plain":
             return layer_norm(p["norm"], linear(p["proj"], embeds).reshape(embeds.shape[0], self.tokens, -1))
@@ -154,7 +155,7 @@ class IPAdapter:
         return layer_norm(p["norm_out"], linear(p["proj_out"], latents))
 
     def keys_and_values(self, p: Params, embeds: Array) -> tuple[tuple[Array, Array], ...]:
-        """For each attention keys and values [B, T, N, Dh] of images, of what it reads of them."""
+        """Return keys and values [B, T, N, Dh] of images for each attention, from their CLIP vectors or features."""
         pairs = []
         with scope("image_prompt"):
             tokens = self.image_tokens(p, embeds.astype(compute_dtype(p)))
@@ -170,21 +171,21 @@ class IPAdapter:
 
 
 def encode_image_prompt(p: Params, images: Array, *, net: ImageEncoder) -> tuple[Array, Array]:
-    """Images [B, S, S, 3] float32 in 0..1 -> CLIP's vector [B, P], and its features before the last layer [B, T, D]."""
+    """Encode images [B, S, S, 3] in 0..1 to CLIP's vector [B, P] and the features before its last layer [B, T, D]."""
     features, whole = vision_encoder(p, images, net.cfg)
     return linear(p["visual_projection"], whole), features
 
 
 def read_image_prompt(p: Params, embeds: Array, *, net: IPAdapter) -> tuple[tuple[Array, Array], ...]:
-    """``IPAdapter.keys_and_values``, as a program."""
+    """Return ``IPAdapter.keys_and_values``, as a program."""
     return net.keys_and_values(p, embeds)
 
 
 def with_image_prompts(kv: CrossAttentionKV, prompts: Mapping[str, ImageKV], cfg: UNetConfig) -> CrossAttentionKV:
-    """Keys and values of a text with those of image prompts beside them, each as strong as it is meant to be.
+    """Return the keys and values of a text with those of image prompts added, multiplied by their scales.
 
-    Attention to both is softmax(q k_text) v_text + scale softmax(q k_image) v_image (section 3.2.2, eq. 5), so a scale
-    may as well be that of the values. Image prompts of one adapter share a softmax, unless they have masks.
+    Attention to both is softmax(q k_text) v_text + scale softmax(q k_image) v_image (section 3.2.2, eq. 5), so the
+    scale can be multiplied into the values. Image prompts of one adapter share a softmax, unless they have masks.
     """
     layers = attentions_to_text(cfg)
     added: dict[tuple[str, ...], list[tuple[Array, Array, Array | None]]] = {layer.path: [] for layer in layers}
@@ -207,7 +208,7 @@ def with_image_prompts(kv: CrossAttentionKV, prompts: Mapping[str, ImageKV], cfg
 
 
 def masked_levels(cfg: UNetConfig, latents: Sequence[int]) -> list[tuple[int, int]]:
-    """Height and width of the features of each level, for latents of shape [B, h, w, C]."""
+    """Return height and width of the features of each level, for latents of shape [B, h, w, C]."""
     sizes = [(latents[1], latents[2])]
     for _ in cfg.block_out_channels[1:]:
         height, width = sizes[-1]
@@ -233,7 +234,7 @@ def _resampler_layer_spec(width: int, inner: int) -> Spec:
 
 
 def _resampler_layer(p: Params, x: Array, latents: Array, heads: int) -> Array:
-    """Latents [B, T, D] that look at features [B, P, D] and at themselves (Alayrac et al. 2022, section 3.1.1)."""
+    """Let latents [B, T, D] attend to features [B, P, D] and to themselves (Alayrac et al. 2022, section 3.1.1)."""
     attend, feed = p["0"], p["1"]
     asking = layer_norm(attend["norm2"], latents)
     seen = jnp.concatenate([layer_norm(attend["norm1"], x), asking], axis=1)

@@ -1,8 +1,8 @@
 """Krea 2 (Krea 2026): a single-stream diffusion transformer, ``Krea2Transformer2DModel`` as pure functions.
 
-Twelve layers of Qwen3-VL-4B are mixed to one text by a small transformer. Text and image are then one sequence of
-blocks with grouped heads and gated attention, which share one modulation and add a learned table each. Its latents are
-those of ``canvax.models.wan_vae``, its tokens squares of 2 x 2 of them.
+A small transformer fuses twelve layers of Qwen3-VL-4B to one text. Text and image are then one sequence for blocks with
+grouped heads and gated attention; the blocks share one modulation, to which each adds a learned table. Latents are
+those of ``canvax.models.wan_vae``; a token holds 2 x 2 of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Modulation,
     Rope,
+    axes_faults,
     grid_ids,
     modulated,
     rms_norm,
@@ -43,22 +44,22 @@ TEMPLATE = (
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
     "{}<|im_end|>\n<|im_start|>assistant\n"
 )
-"""What the language model reads of a prompt. The first ``DROPPED`` of its tokens, those of the system, are left out.
+"""Chat template of the language model. The first ``DROPPED`` tokens, those of the system prompt, are dropped.
 
-The reference puts padding between the prompt and the last five tokens, masks it and does not count it in positions:
-what comes of that is the same with the padding last, as it is here.
+The reference puts padding between the prompt and the last five tokens, masks it and does not count it in positions.
+Padding at the end, as here, gives the same result.
 """
 
 DROPPED, TAPS = 34, (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
 
 PROMPT = DROPPED + 512
-"""Tokens of the longest prompt, with the template."""
+"""Maximum number of tokens of a prompt, template included."""
 
 LENGTHS = (128, 256, 512, 768)
-"""Token lengths that programs are made for."""
+"""Text lengths that programs are compiled for."""
 
 OFFSET = 1.0
-"""Normalisations store the difference of their weights from 1, in float32."""
+"""Normalisations store their weights minus 1, in float32."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ class Krea2Config(Config):
     norm_eps: Epsilon = 1e-5
 
     def __post_init__(self) -> None:
-        axes, faults = self.axes_dims_rope, []
-        if len(axes) != 3 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
-            faults.append(f"axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}")
+        faults = axes_faults(self.axes_dims_rope, 3, self.attention_head_dim)
         if self.num_attention_heads % self.num_key_value_heads:
             faults.append(f"{self.num_attention_heads} heads in {self.num_key_value_heads} groups")
         heads, groups = self.text_num_attention_heads, self.text_num_key_value_heads
@@ -104,7 +103,7 @@ class Krea2Config(Config):
 
 
 def krea2_spec(cfg: Krea2Config) -> Spec:
-    """Parameters of the transformer."""
+    """Declare the transformer's parameters."""
     width, text = cfg.dim, cfg.text_hidden_dim
     heads = cfg.num_attention_heads, cfg.num_key_value_heads
     block: Spec = {"scale_shift_table": Param((6, width), (None, None), init="zeros")}
@@ -137,7 +136,7 @@ def krea2_spec(cfg: Krea2Config) -> Spec:
 
 
 def _norm_spec(channels: int) -> Spec:
-    """The scale of a normalisation, as its difference from 1 (``OFFSET``)."""
+    """Declare the scale of a normalisation, stored as its difference from 1 (``OFFSET``)."""
     return {"weight": Param((channels,), (None,), init="zeros", dtype="float32")}
 
 
@@ -154,12 +153,12 @@ def _block_spec(width: int, heads: int, groups: int, inner: int) -> Spec:
 
 
 class Krea2Context(NamedTuple):
-    """What the transformer reads in each step beside the image, the same in all steps.
+    """Inputs of the transformer besides the image; they are the same in all steps.
 
     Attributes:
         text: the fused text [B, S, D].
         rope: positions of image, then text.
-        lengths: how many tokens of image and text are attended to, int32 [B].
+        lengths: number of image and text tokens to attend to, int32 [B].
     """
 
     text: Array
@@ -170,19 +169,18 @@ class Krea2Context(NamedTuple):
 def krea2_context(
     p: Params, text: Array, lengths: Array, width: Array, cfg: Krea2Config, *, tokens: int
 ) -> Krea2Context:
-    """Fuse the layers of the text and place all tokens, once before the loop.
+    """Fuse the layers of the text and compute all positions, once before the loop.
 
     Args:
         p: parameters as declared by ``krea2_spec``.
-        text: layers of the language model [B, S, ``num_text_layers``, ``text_hidden_dim``], in the dtype that it
-            computes in.
-        lengths: how many rows of each are its text, int32 [B].
-        width: how many tokens wide the images are, int32 [B].
+        text: layers of the language model [B, S, ``num_text_layers``, ``text_hidden_dim``], in the dtype to compute in.
+        lengths: number of rows of each text without padding, int32 [B].
+        width: width of the images in tokens, int32 [B].
         cfg: the config.
-        tokens: how many tokens an image has, L.
+        tokens: L, the number of tokens of an image.
     """
     batch, rows, layers, channels = text.shape
-    lengths = jnp.maximum(lengths, 1)  # a slot of a batch without an image has no prompt
+    lengths = jnp.maximum(lengths, 1)  # unused slots of a batch have no prompt
     fusion = p["text_fusion"]
     with scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)
@@ -199,18 +197,18 @@ def krea2_context(
         h = linear(p["txt_in"]["linear_2"], jax.nn.gelu(h, approximate=True))
     row, column = grid_ids(tokens, width)
     image_ids = jnp.stack([jnp.zeros_like(row), row, column], axis=-1)
-    ids = jnp.pad(image_ids, ((0, 0), (0, rows), (0, 0)))  # text lies at the origin
+    ids = jnp.pad(image_ids, ((0, 0), (0, rows), (0, 0)))  # all text has position 0
     return Krea2Context(h, rotary_embedding(ids, cfg.axes_dims_rope, cfg.rope_theta), tokens + lengths)
 
 
 def krea2(p: Params, x: Array, timestep: Array, context: Krea2Context, cfg: Krea2Config) -> Array:
-    """The velocity (noise minus image) of noisy latents.
+    """Predict the velocity (noise minus image) of noisy latents.
 
     Args:
         p: parameters as declared by ``krea2_spec``.
-        x: latents as tokens [B, L, ``in_channels``], of ``pack`` with channels first, in the dtype that it computes in.
+        x: latents as tokens [B, L, ``in_channels``], from ``pack`` with channels first, in the dtype to compute in.
         timestep: [B], 1000 for noise and 0 for an image.
-        context: of ``krea2_context``.
+        context: result of ``krea2_context``.
         cfg: the config.
 
     Returns:
@@ -220,7 +218,7 @@ def krea2(p: Params, x: Array, timestep: Array, context: Krea2Context, cfg: Krea
     time = linear(p["time_embed"]["linear_1"], sinusoids(timestep, cfg.timestep_embed_dim).astype(x.dtype))
     time = linear(p["time_embed"]["linear_2"], jax.nn.gelu(time, approximate=True))
     shared = linear(p["time_mod_proj"], jax.nn.gelu(time, approximate=True)).reshape(x.shape[0], 6, cfg.dim)
-    # The image comes first, so that the padding of the text comes last: positions are in the ids alone.
+    # The image comes first so that the padding of the text comes last; positions are those of the ids.
     h = jnp.concatenate([linear(p["img_in"], x), context.text], axis=1)
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
@@ -240,7 +238,7 @@ def _norm(p: Params, x: Array, cfg: Krea2Config) -> Array:
 def _block(
     p: Params, x: Array, rope: Rope | None, lengths: Array | None, modulation: Modulation | None = None, *, eps: float
 ) -> Array:
-    """Pre-norm block; ``modulation`` is scale, shift and gate for the attention, then for the feed-forward."""
+    """Apply a pre-norm block; ``modulation`` is scale, shift and gate for the attention, then for the feed-forward."""
     scale, shift, gate, ff_scale, ff_shift, ff_gate = modulation or (0.0, 0.0, 1.0) * 2
     h = modulated(rms_norm(p["norm1"], x, eps=eps, offset=OFFSET), shift, scale)
     x = x + gate * self_attention(p["attn"], h, rope, lengths, eps=eps, offset=OFFSET)
@@ -250,7 +248,7 @@ def _block(
 
 @dataclass(frozen=True)
 class Krea2Denoiser(Denoiser):
-    """The transformer inside the loop. It gives the velocity of a flow.
+    """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
         cfg: its config.

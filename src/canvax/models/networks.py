@@ -1,18 +1,19 @@
-"""The networks of one model, and what follows from them together: parameters, latent shapes, what is conditioned on."""
+"""The networks of one model, and the properties that follow from them: parameters, latent shapes, conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from canvax.errors import InputError
 from canvax.models.configs import UNetConfig
-from canvax.models.controlled import Control, Controlled
+from canvax.models.controlled import Control
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.denoiser import Denoiser, Packing, Perturbed, Reusing, Shapes
+from canvax.models.denoiser import PERTURBED, ROLES, Denoiser, Packing, Perturbed, Shapes
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -21,23 +22,23 @@ from canvax.types import DType
 if TYPE_CHECKING:
     from canvax.models.ip_adapter import ImageEncoder, IPAdapter
 
-ROOM = 1024
-"""By whose multiples a denoiser has room for tokens of reference images: a square of 512 pixels."""
+REFERENCE_BUCKET = 1024
+"""The number of reference tokens is padded to a multiple of those of a square of 512 pixels."""
 
 
 @dataclass(frozen=True)
 class Networks:
-    """What decides a model's compiled programs.
+    """All networks of a model; they determine its compiled programs.
 
     Attributes:
         denoiser: the network inside the loop.
         vae: the autoencoder, a ``canvax.models.decode.Autoencoder``, or its config.
         text: the text encoders.
-        prediction: what the denoiser was trained to give: "flow_prediction", whose checkpoints need the scheduler of a
-            flow; "epsilon" or "v_prediction", where a checkpoint's scheduler says it for itself.
-        controls: networks that read control images, by the name of their component.
-        ip_adapters: networks that read image prompts, likewise.
-        image_encoder: what makes of an image prompt what they read; None without.
+        prediction: prediction type of the denoiser: "flow_prediction", whose checkpoints need the scheduler of a flow;
+            "epsilon" or "v_prediction", where a checkpoint's scheduler names it.
+        controls: networks that read control images, by component.
+        ip_adapters: networks that read image prompts, by component.
+        image_encoder: the encoder of image prompts; None without IP-Adapters.
     """
 
     denoiser: Denoiser
@@ -49,41 +50,52 @@ class Networks:
     image_encoder: ImageEncoder | None = None
 
     def specs(self, quantize: str | None = None) -> dict[str, Spec]:
-        """Declared parameters of each component, large weights quantised to ``quantize``."""
+        """Return the declared parameters of each component, with large weights quantised to ``quantize``."""
         specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": self.autoencoder.spec}
         specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def denoiser_of(self, controls: Sequence[str] = (), *, perturbs: bool = False, reuse_layers: int = 0) -> Denoiser:
-        """The denoiser of a call.
-
-        Args:
-            controls: those of ``controls`` that read a control image.
-            perturbs: for perturbed-attention guidance.
-            reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
+    def denoiser_of(self, roles: Collection[int]) -> Denoiser:
+        """Return the denoiser for samples of these roles.
 
         Raises:
-            InputError: the model's denoiser does not offer what that takes.
+            InputError: it does not know one of them.
         """
         denoiser: Any = self.denoiser
-        denoiser = Perturbed(denoiser) if perturbs else denoiser
-        denoiser = Reusing(denoiser, reuse_layers) if reuse_layers else denoiser
-        nets = tuple((name, net) for name, net in self.controls if name in controls)
-        return Controlled(denoiser, nets) if nets else denoiser
+        denoiser = Perturbed(denoiser) if PERTURBED in {*roles} - {*denoiser.facts.roles} else denoiser
+        self.check_roles(roles)
+        return denoiser
+
+    @property
+    def roles(self) -> tuple[int, ...]:
+        """The roles of samples that the denoiser can be evaluated for."""
+        facts = self.denoiser.facts
+        return (*facts.roles, PERTURBED) if "perturbed" in facts.offers else facts.roles
+
+    def check_roles(self, roles: Collection[int]) -> None:
+        """Refuse roles that the denoiser does not know.
+
+        Raises:
+            InputError: naming the first of them.
+        """
+        if unknown := [role for role in roles if role not in self.roles]:
+            names = [ROLES[role] if role < len(ROLES) else str(role) for role in (unknown[0], *self.roles)]
+            problem = f"asks for samples of the role {names[0]}, and the denoiser knows {', '.join(names[1:])}"
+            raise InputError("guidance_method", problem, cure="use another rule")
 
     @property
     def components(self) -> set[str]:
-        """The names of all components that have parameters."""
+        """Names of all components that have parameters."""
         names = {*self.text.names, self.denoiser.component, "vae", *dict(self.controls), *dict(self.ip_adapters)}
         return names | ({IMAGE_ENCODER} if self.image_encoder else set())
 
     def image_prompts(
         self, kinds: Sequence[Any], latents: Sequence[int], dtype: Callable[[str], DType]
     ) -> dict[str, Any]:
-        """Shapes of what adapters have read for latents [B, h, w, C], each a ``canvax.models.ip_adapter.ImageKV``.
+        """Return the shapes of each adapter's ``canvax.models.ip_adapter.ImageKV`` for latents [B, h, w, C].
 
-        ``kinds`` are ``canvax.compile.kinds.PromptKind``.
+        ``kinds`` are ``canvax.compile.additions.PromptKind``.
         """
         from canvax.models.ip_adapter import masked_levels
 
@@ -104,7 +116,7 @@ class Networks:
         return shapes_of
 
     def references(self, batch: int, sizes: Sequence[tuple[int, int]]) -> Shapes:
-        """Shapes of the condition ``canvax.models.denoiser.REFERENCES``, for reference images of these sizes."""
+        """Return the shapes of the condition ``canvax.models.denoiser.REFERENCES`` for images of these sizes."""
         room, channels = self.room(sizes), self.vae.latent_channels * self.packing.step**2
         return {
             "tokens": jax.ShapeDtypeStruct((batch, room, channels), jnp.float32),
@@ -113,22 +125,22 @@ class Networks:
         }
 
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """[B, h, w, C] for images of ``height`` x ``width`` pixels."""
+        """Return [B, h, w, C] for images of ``height`` x ``width`` pixels."""
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
 
     @property
     def packing(self) -> Packing:
-        """How the loop holds latents."""
+        """Layout of latents in the loop."""
         return self.denoiser.facts.packing
 
     @property
     def size_step(self) -> int:
-        """Pixels by whose multiples height and width go."""
+        """Height and width in pixels must be multiples of this."""
         return self.vae.factor * self.packing.step
 
     @property
     def autoencoder(self) -> Autoencoder:
-        """What makes latents of images and images of latents."""
+        """The autoencoder."""
         return autoencoder_of(self.vae)
 
     @property
@@ -139,30 +151,30 @@ class Networks:
 
     @property
     def embeds_guidance(self) -> bool:
-        """Whether the guidance scale is an input of the denoiser, which needs no negative prompt then."""
+        """True if the guidance scale is an input of the denoiser, which then needs no negative prompt."""
         return self.denoiser.facts.embeds_guidance
 
     @property
     def unguided(self) -> bool:
-        """Whether no negative prompt is read at any guidance scale."""
+        """True if no guidance scale needs the negative prompt."""
         return self.denoiser.facts.embeds_guidance or self.denoiser.facts.distilled
 
     def tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of images of so many pixels high and wide."""
+        """Return the total number of tokens of images of these heights and widths in pixels."""
         return sum((height // self.size_step) * (width // self.size_step) for height, width in sizes)
 
     def room(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of reference images of these sizes and their padding, so that others need no other program."""
-        return -(-self.tokens(sizes) // ROOM) * ROOM
+        """Return the number of reference tokens for images of these sizes, padded so that sizes share a program."""
+        return -(-self.tokens(sizes) // REFERENCE_BUCKET) * REFERENCE_BUCKET
 
     @property
     def inpaints(self) -> bool:
-        """Whether the denoiser sees a mask and the masked image beside the latents."""
+        """True if the denoiser also reads a mask and the masked image."""
         return self.denoiser.facts.inpaints
 
     @property
     def size_numbers(self) -> int:
-        """How many numbers about an image the denoiser is conditioned on, SDXL's ``time_ids``; 0 for none."""
+        """Number of size conditions that the denoiser reads, SDXL's ``time_ids``; 0 for none."""
         return self.unet.time_ids(self.text.pooled_width) if self.unet else 0
 
     @property
@@ -172,11 +184,11 @@ class Networks:
 
     @property
     def config(self) -> Any:
-        """Config of the denoiser, of whatever kind; None for one without."""
+        """Config of the denoiser; None for a denoiser without a config."""
         return getattr(self.denoiser, "cfg", None)
 
     @property
     def most_layers(self) -> int:
-        """The largest ``layers`` of ``Reusing``, 0 for a denoiser that has no features to reuse."""
+        """Largest ``layers`` of ``Reusing``; 0 for a denoiser without features to reuse."""
         denoiser: Any = self.denoiser
         return denoiser.most_layers if "recall" in self.denoiser.facts.offers else 0

@@ -1,4 +1,4 @@
-"""T2I-Adapter (Mou et al. 2023): reads an image once, and adds to the UNet's features after each level down."""
+"""T2I-Adapter (Mou et al. 2023): reads an image once, and adds to the UNet's features on the way down."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class AdapterConfig(Config):
 
     @property
     def blocks(self) -> tuple[tuple[int, int, bool], ...]:
-        """Of each block: channels that come in and go out, and whether it halves the image first."""
+        """Input channels, output channels of each block, and whether it halves the image first."""
         widths = self.channels
         if self.adapter_type == LIGHT:
             first = self.in_channels * self.downscale_factor**2
-            # The last two blocks have one width, which is named once.
+            # The config names the width of the last two blocks once.
             pairs = [(first, widths[0]), *pairwise(widths), (widths[-1], widths[-1])]
             return tuple((i, o, at > 0) for at, (i, o) in enumerate(pairs))
         if self.adapter_type == XL:
@@ -60,10 +60,10 @@ class AdapterConfig(Config):
 
 @dataclass(frozen=True)
 class T2IAdapter:
-    """A T2I-Adapter as a record: what its config says, and its functions.
+    """A T2I-Adapter: its config and its functions.
 
     Attributes:
-        cfg: its own sizes.
+        cfg: its config.
         unet: the UNet whose features it adds to.
     """
 
@@ -72,7 +72,7 @@ class T2IAdapter:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], unet: UNetConfig) -> Self:
-        """From a parsed ``config.json`` of diffusers, for a UNet.
+        """Read a parsed ``config.json`` of diffusers, for a UNet.
 
         Raises:
             CheckpointError: naming every field whose value is not supported.
@@ -81,30 +81,30 @@ class T2IAdapter:
 
     @property
     def spec(self) -> Spec:
-        """Its parameters."""
+        """Declared parameters."""
         return adapter_spec(self.cfg)
 
     @property
     def layers(self) -> int:
-        """How many of the UNet's features it adds to."""
+        """Number of the UNet's features that it adds to."""
         return len(self.cfg.blocks)
 
     @property
     def factor(self) -> int:
-        """Pixels for a latent, which its first step folds into channels."""
+        """Pixels per latent, which its first step folds into channels."""
         return self.cfg.downscale_factor // (2 if self.cfg.adapter_type == XL else 1)
 
     @property
     def pools(self) -> bool:
-        """As in ``ControlNet``: no."""
+        """Always False, see ``Control``."""
         return False
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
-        """The features of control images [B, H, W, 3] in 0..1, from the largest to the smallest."""
+        """Return the features of control images [B, H, W, 3] in 0..1, from the largest to the smallest."""
         return tuple(adapter(p, images, self.cfg))
 
     def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what ``encode`` gives for latents of shape [B, h, w, C]."""
+        """Return the shapes of ``encode``'s result for latents of shape [B, h, w, C]."""
         batch, *sides = latents[:3]
         height, width = (-(-side * self.factor // self.cfg.downscale_factor) for side in sides)
         shapes = []
@@ -114,28 +114,28 @@ class T2IAdapter:
         return tuple(shapes)
 
     def places(self) -> list[int | None]:
-        """After which layer of the way down each feature is added; None for the middle."""
+        """Layer of the way down after which each feature is added; None for the middle."""
         layers = down_layers(self.unet)
         places: list[int | None] = []
         for i, kind in enumerate(self.unet.down_block_types):
             of_level = [at for at, (block, _, _) in enumerate(layers) if block == i]
-            # With attention before the level is left, without it after that: SDXL's first level has none.
+            # A level with attention gets the feature at its end, a level without (SDXL's first) after it is halved.
             resizes = layers[of_level[-1]][2] is None and kind == "CrossAttnDownBlock2D"
             places.append(of_level[-2] if resizes else of_level[-1])
         return [*places, None][: self.layers]
 
     def prepare(self, p: Params, conditions: Conditions) -> None:
-        """Nothing: it does not know the text."""
+        """Return nothing: it does not read the text."""
 
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: None, features: tuple[Array, ...], scales: Array
     ) -> Residuals:
-        """What is added to the UNet's features: see ``canvax.models.controlled.Control``."""
+        """Return the residuals for the UNet's features: see ``canvax.models.controlled.Control``."""
         del p, x, timestep, prepared
         return self._placed([scaled(feature, scales[:, i]) for i, feature in enumerate(features)])
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
-        """Of the same shapes as ``residuals`` for latents [B, h, w, C], and zero."""
+        """Return zeros of the shapes of ``residuals`` for latents [B, h, w, C]."""
         return self._placed([jnp.zeros(feature_shape, dtype) for feature_shape in self.features(shape)])
 
     def _placed(self, features: Sequence[Array]) -> Residuals:
@@ -145,7 +145,7 @@ class T2IAdapter:
 
 
 def fault_for(cfg: AdapterConfig, unet: UNetConfig) -> str | None:
-    """Why the features of an adapter cannot be added to those of a UNet; None if they can."""
+    """Return why the features of an adapter cannot be added to those of a UNet; None if they can."""
     adapter = T2IAdapter(cfg, unet)
     side, sizes = 64, []
     for _, level, j in down_layers(unet):
@@ -163,7 +163,7 @@ def fault_for(cfg: AdapterConfig, unet: UNetConfig) -> str | None:
 
 
 def adapter_spec(cfg: AdapterConfig) -> Spec:
-    """Parameters of an adapter, under the names of diffusers."""
+    """Declare the parameters of an adapter, under the names of diffusers."""
     body: Spec = {}
     for i, (inputs, outputs, _) in enumerate(cfg.blocks):
         light = cfg.adapter_type == LIGHT
@@ -186,7 +186,7 @@ def _one_by_one(inputs: int, outputs: int) -> Spec:
 
 
 def adapter(p: Params, images: Array, cfg: AdapterConfig) -> list[Array]:
-    """Features of control images [B, H, W, 3] in 0..1, one for each block (section 3.2), in the parameters' dtype."""
+    """Return the features of control images [B, H, W, 3] in 0..1 after each block (section 3.2)."""
     p = p["adapter"]
     with jax.named_scope("t2i_adapter"):
         if cfg.in_channels == 1:
@@ -212,9 +212,9 @@ def _inner(p: Params, h: Array, *, light: bool) -> Array:
 
 
 def unshuffled(images: Array, factor: int) -> Array:
-    """Pixels of squares as channels, [B, H, W, C] -> [B, H / f, W / f, C f f], in PyTorch's order of channels.
+    """Fold squares of pixels into channels, [B, H, W, C] -> [B, H / f, W / f, C f f], in PyTorch's order of channels.
 
-    Pixels at an edge are repeated where they do not fill a square: a UNet rounds its odd levels up, too.
+    Edge pixels are repeated to fill the last square, as a UNet rounds odd levels up.
     """
     images = jnp.pad(images, ((0, 0), *((0, -side % factor) for side in images.shape[1:3]), (0, 0)), mode="edge")
     batch, height, width, channels = images.shape
@@ -223,7 +223,7 @@ def unshuffled(images: Array, factor: int) -> Array:
 
 
 def averaged(h: Array) -> Array:
-    """Mean of each 2 x 2 pixels; at an odd edge of those that are there."""
+    """Average each 2 x 2 pixels; at an odd edge, those that exist."""
     ones = jnp.ones((1, *h.shape[1:3], 1), jnp.float32)
     total, count = (
         jax.lax.reduce_window(operand, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")

@@ -1,6 +1,6 @@
 """The text encoders of a model: from prompts to the conditions that its denoiser reads.
 
-An encoder reads prompts into arrays of its own and encodes these. A family joins the outputs of its encoders.
+An encoder reads prompts into its input arrays and encodes these. A family joins the outputs of its encoders.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from canvax.prompts.grammar import Fragment
 from canvax.types import Array, DType, HostArray
 
 Conditions = dict[str, Array]
-"""What a denoiser reads beside latents and row, by name: ``text`` [B, T, D]; SDXL also ``pooled`` [B, P] and
-``time_ids`` [B, n] float32; of language models ``length`` [B] int32, how many rows of ``text`` are the prompt. What
-networks have read of images is a tree of arrays."""
+"""Inputs of a denoiser besides latents and row, by name: ``text`` [B, T, D]; for SDXL also ``pooled`` [B, P] and
+``time_ids`` [B, n] float32; for language models ``length`` [B] int32, the rows of ``text`` without padding. Features of
+control images, image prompts and references are trees of arrays.
+"""
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Shapes and dtypes of arrays, by name."""
 
 TextInputs = dict[str, dict[str, Any]]
-"""The arrays [B, ...] that text encoders read, by component and name."""
+"""Input arrays [B, ...] of text encoders, by component and name."""
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
 
 IMAGE_PROMPTS = "image_prompts"
-"""Among the conditions of an image: for each IP-Adapter, by its component, a ``canvax.models.ip_adapter.ImageKV``."""
+"""Condition of an image: for each IP-Adapter, by its component, a ``canvax.models.ip_adapter.ImageKV``."""
 
 IMAGE_ENCODER = "image_encoder"
-"""The component of CLIP's image encoder, which all adapters of a pipeline share."""
+"""Component of CLIP's image encoder, which all adapters of a pipeline share."""
 
 
 class Words(NamedTuple):
-    """What an encoder reads of a prompt; an encoder may return another record with a ``length``.
+    """A prompt as an encoder reads it; an encoder may return another record with a ``length``.
 
     Attributes:
-        length: its tokens.
+        length: number of tokens.
         text: the prompt.
-        images: reference images beside it.
+        images: the reference images of the call.
     """
 
     length: int
@@ -55,12 +56,12 @@ class Words(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """How prompts are encoded.
+    """Plan of encoding prompts.
 
     Attributes:
-        inputs: arrays [n, ...] for each pass of the encoder.
-        mix: makes the ``text`` of the prompts at the given indices from the ``text`` of these prompts in each pass;
-            None if the first pass gives all that is needed.
+        inputs: input arrays [n, ...] for each pass of the encoder.
+        mix: computes the ``text`` of the prompts at some indices from their ``text`` in each pass; None if the first
+            pass is the result.
     """
 
     inputs: Sequence[dict[str, HostArray]]
@@ -68,14 +69,15 @@ class Passes(NamedTuple):
 
 
 class TextEncoder:
-    """A text encoder: a frozen record with a ``repr`` that holds all that decides its program.
+    """A text encoder: a frozen record whose ``repr`` determines its program.
 
-    One that reads a prompt as a whole declares ``component``, ``tokenizer``, ``lengths``, ``spec``, ``outputs`` and
-    ``encode``, and ``inputs`` and ``read`` if it reads more than ids. What else is here is for encoders like CLIP's.
+    An encoder that reads a prompt as a whole declares ``component``, ``tokenizer``, ``lengths``, ``spec``, ``outputs``
+    and ``encode``, and also ``inputs`` and ``read`` if it reads more than ids. The other methods are for encoders like
+    CLIP's.
 
     Attributes:
         component: its key in ``params``, which is its folder in a checkpoint.
-        lengths: the token lengths that programs are made for, from the shortest.
+        lengths: the token lengths that programs are compiled for, ascending.
         tokenizer: the folder of its tokenizer in a checkpoint; empty if it has none.
     """
 
@@ -85,13 +87,13 @@ class TextEncoder:
 
     @property
     def spec(self) -> Spec:
-        """Its parameters."""
+        """Declared parameters."""
         raise NotImplementedError
 
     def outputs(self, length: int, dtype: DType) -> Shapes:
-        """Return what ``encode`` gives for one prompt of ``length`` tokens and parameters of a dtype.
+        """Return the shapes of ``encode``'s result for one prompt of ``length`` tokens and parameters of a dtype.
 
-        It is declared, since tracing the encoder takes time that a process with cached programs need not spend.
+        It is declared because tracing the encoder takes time that a process with cached programs can save.
         """
         raise NotImplementedError
 
@@ -100,18 +102,18 @@ class TextEncoder:
         raise NotImplementedError
 
     def inputs(self, length: int) -> Shapes:
-        """Return the arrays that ``encode`` reads of one prompt of ``length`` tokens."""
+        """Return the shapes of ``encode``'s inputs for one prompt of ``length`` tokens."""
         return {"ids": jax.ShapeDtypeStruct((length,), jnp.int32)}
 
     def count(self, tokenizer: Any, text: str, images: Sequence[Any]) -> int:
-        """Return the tokens of a prompt, and of the reference images beside it where the encoder sees these."""
+        """Return the number of tokens of a prompt, and of the reference images if the encoder sees them."""
         del images
         return len(tokenizer.ids(text))
 
     def read(
         self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
     ) -> dict[str, HostArray]:
-        """Return ``inputs`` [n, ...] of prompts of at most ``length`` tokens, with the reference images beside each."""
+        """Return ``inputs`` [n, ...] of prompts of at most ``length`` tokens, with the reference images of each."""
         del images
         return {"ids": tokenizer(texts, length=length)}
 
@@ -120,7 +122,7 @@ class TextEncoder:
         return length
 
     def fit(self, needed: Iterable[int]) -> int:
-        """Return the length that prompts of some lengths are brought to, so that they share a program."""
+        """Return the length that prompts of these lengths are padded to, so that they share a program."""
         longest = max(needed)
         return next((length for length in self.lengths if length >= longest), longest)
 
@@ -131,9 +133,9 @@ class TextEncoder:
 
         Args:
             tokenizer: its tokenizer.
-            pieces: the prompt, in pieces with weights.
-            options: of the call, those that were given.
-            images: reference images beside it.
+            pieces: pieces of the prompt with their weights.
+            options: explicit options of the call.
+            images: the reference images of the call.
 
         Returns:
             ``Words``, or another record with a ``length``.
@@ -144,38 +146,40 @@ class TextEncoder:
         del options
         text, most = "".join(piece for piece, _ in pieces), self.room(self.lengths[-1])
         if any(weight != 1 for _, weight in pieces):
-            raise InputError("prompt", text[:60], "has weights or BREAK, which a language model does not read")
+            raise InputError("prompt", "has weights or BREAK, which a language model does not read", value=text[:60])
         if (length := self.count(tokenizer, text, images)) > most:
-            raise InputError("prompt", text[:60], f"has {length} tokens, more than {most}", "shorten it")
+            raise InputError("prompt", f"has {length} tokens, more than {most}", cure="shorten it", value=text[:60])
         return Words(length, text, images)
 
     def extended(self, words: Any, length: int) -> Any:
-        """Return ``words`` at the length of what another encoder reads of the same image."""
+        """Return ``words`` at the length that another encoder needs for the same image."""
         return words._replace(length=length)
 
     def passes(self, tokenizer: Any, words: Sequence[Any], length: int) -> Passes:
-        """Return how prompts are encoded that were brought to ``length``."""
-        return Passes([self.read(tokenizer, [one.text for one in words], length, [one.images for one in words])])
+        """Return the plan of encoding prompts of ``length`` tokens."""
+        return Passes(
+            [self.read(tokenizer, [prompt.text for prompt in words], length, [prompt.images for prompt in words])]
+        )
 
     def lengthened(self, text: HostArray, length: int) -> HostArray:
-        """Return features [n, T, D] of a shorter length as those of ``length``."""
+        """Return features [n, T, D] of a shorter length as features of ``length``."""
         return np.pad(text, ((0, 0), (0, length - text.shape[1]), (0, 0)))
 
 
 @dataclass(frozen=True)
 class TextEncoders:
-    """The text encoders of a model as one. A family that joins their outputs in another way derives a class.
+    """All text encoders of a model. A family that joins their outputs in another way defines a subclass.
 
     Attributes:
-        encoders: in the order of their outputs.
-        places: for adapters beside their weights.
+        encoders: the encoders in the order of their outputs.
+        places: adapter slots beside the weights.
     """
 
     encoders: tuple[TextEncoder, ...]
     places: Places | None = None
 
     def join(self, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of the encoders, arrays on a device or on the host: here ``text`` side by side."""
+        """Join the outputs of the encoders, on a device or on the host; by default, concatenate features."""
         if len(outputs) == 1:
             return outputs[0]
         joined = {name: value for output in outputs for name, value in output.items()}
@@ -184,7 +188,7 @@ class TextEncoders:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their components."""
+        """Components of the encoders."""
         return tuple(encoder.component for encoder in self.encoders)
 
     @property
@@ -194,17 +198,17 @@ class TextEncoders:
 
     @property
     def shortest(self) -> tuple[int, ...]:
-        """The shortest length of each encoder."""
+        """Shortest length of each encoder."""
         return tuple(encoder.lengths[0] for encoder in self.encoders)
 
     @property
     def width(self) -> int:
-        """D: width of the joined text."""
+        """D, the width of the joined text."""
         return self._features()["text"].shape[-1]
 
     @property
     def pooled_width(self) -> int:
-        """P: width of the pooled output, 0 where there is none."""
+        """P, the width of the pooled output; 0 for none."""
         features = self._features()
         return features["pooled"].shape[-1] if "pooled" in features else 0
 
@@ -212,46 +216,46 @@ class TextEncoders:
         return self.conditions(1, [jnp.float32] * len(self.encoders), lengths)
 
     def room(self, lengths: Sequence[int] = ()) -> int:
-        """Return how many tokens of a prompt fit into a length of each encoder, the longest ones by default."""
+        """Return the number of prompt tokens that fit into a length of each encoder, by default the longest."""
         longest = lengths or [encoder.lengths[-1] for encoder in self.encoders]
         return min(encoder.room(length) for encoder, length in zip(self.encoders, longest, strict=True))
 
     def inputs(self, lengths: Sequence[int] = ()) -> dict[str, Shapes]:
-        """Return what the encoders read of a prompt of these lengths, the shortest ones by default."""
+        """Return the shapes of the encoders' inputs for one prompt of these lengths, by default the shortest."""
         each = zip(self.encoders, lengths or self.shortest, strict=True)
         return {encoder.component: encoder.inputs(length) for encoder, length in each}
 
     def conditions(self, batch: int, dtypes: Sequence[DType], lengths: Sequence[int] = ()) -> Shapes:
-        """Return shapes and dtypes of what ``encode_text`` gives.
+        """Return the shapes and dtypes of ``encode_text``'s result.
 
         Args:
             batch: B.
-            dtypes: of the parameters of each encoder.
-            lengths: of each encoder, the shortest ones by default.
+            dtypes: dtype of each encoder's parameters.
+            lengths: length of each encoder, by default the shortest.
         """
         outputs = [
-            {name: jax.ShapeDtypeStruct((batch, *one.shape), one.dtype) for name, one in shapes.items()}
+            {name: jax.ShapeDtypeStruct((batch, *output.shape), output.dtype) for name, output in shapes.items()}
             for encoder, length, dtype in zip(self.encoders, lengths or self.shortest, dtypes, strict=True)
             for shapes in [encoder.outputs(length, dtype)]
         ]
-        alone = len(outputs) == 1 and type(self).join is TextEncoders.join
-        return outputs[0] if alone else jax.eval_shape(self.join, outputs)
+        is_single = len(outputs) == 1 and type(self).join is TextEncoders.join
+        return outputs[0] if is_single else jax.eval_shape(self.join, outputs)
 
     def even(self, words: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what the encoders read of an image; those of the same ``lengths`` read it at the same length."""
+        """Return the words of an image for each encoder; encoders with the same ``lengths`` get the same length."""
         needed: dict[tuple[int, ...], int] = {}
-        for encoder, one in zip(self.encoders, words, strict=True):
-            needed[encoder.lengths] = max(needed.get(encoder.lengths, 0), one.length)
+        for encoder, prompt in zip(self.encoders, words, strict=True):
+            needed[encoder.lengths] = max(needed.get(encoder.lengths, 0), prompt.length)
         each = zip(self.encoders, words, strict=True)
-        return tuple(encoder.extended(one, needed[encoder.lengths]) for encoder, one in each)
+        return tuple(encoder.extended(prompt, needed[encoder.lengths]) for encoder, prompt in each)
 
     def fit(self, needed: Iterable[Sequence[int]]) -> tuple[int, ...]:
-        """Return the length of each encoder that prompts are brought to, which need the given lengths."""
+        """Return the length of each encoder that prompts of these lengths are padded to."""
         columns = zip(*needed, strict=True)
         return tuple(encoder.fit(column) for encoder, column in zip(self.encoders, columns, strict=True))
 
     def lengths_of(self, rows: int) -> tuple[int, ...] | None:
-        """Return lengths of the encoders that give ``rows`` rows of text together; None if no lengths do."""
+        """Return the encoder lengths whose joined text has ``rows`` rows; None if there are none."""
         kinds = list(dict.fromkeys(encoder.lengths for encoder in self.encoders))
         alike = [(rows,) * len(kinds)] if rows and all(rows % kind[0] == 0 for kind in kinds) else []
         for chosen in chain(alike, product(*kinds)):
@@ -261,22 +265,22 @@ class TextEncoders:
         return None
 
     def rows(self, lengths: Sequence[int]) -> int:
-        """Return how many rows of text prompts of these lengths give."""
+        """Return the number of rows of joined text of these lengths."""
         return self._features(lengths)["text"].shape[1]
 
     def is_lengthened(self, lengths: Sequence[int]) -> bool:
-        """Return whether joined text of other lengths can be brought to these: its rows are those of each encoder."""
+        """Return whether joined text can be lengthened to these lengths: its rows must be those of each encoder."""
         return set(lengths) == {self.rows(lengths)}
 
     def lengthened(self, text: HostArray, lengths: Sequence[int]) -> HostArray:
-        """Return joined text [n, T, D] at these lengths, see ``is_lengthened``."""
+        """Return joined text [n, T, D] at these lengths; see ``is_lengthened``."""
         return text if text.shape[1] == self.rows(lengths) else self.encoders[0].lengthened(text, lengths[0])
 
 
 def encode_each(
     p: Params, inputs: TextInputs, shares: dict[str, Array] | None = None, *, cfg: TextEncoders
 ) -> tuple[Conditions, ...]:
-    """Encode prompts with each encoder; arguments as of ``encode_text``."""
+    """Encode prompts with each encoder; arguments as for ``encode_text``."""
     if cfg.places is not None and shares is not None:
         p = {name: with_adapters(p[name], shares[name], spec, cfg.places) for name, spec in cfg.specs.items()}
     return tuple(encoder.encode(p[encoder.component], **inputs[encoder.component]) for encoder in cfg.encoders)
@@ -289,9 +293,9 @@ def encode_text(
 
     Args:
         p: parameters of each encoder, by component.
-        inputs: what each encoder reads, by component and name: [B, ...].
-        shares: with ``cfg.places``, how much of each adapter every image has [B, K] float32, for each encoder.
-        cfg: the encoders.
+        inputs: input arrays [B, ...] by component and name.
+        shares: with ``cfg.places``, the weight of each adapter slot for each image [B, K] float32, by component.
+        cfg: the text encoders.
 
     Returns:
         ``text`` [B, T, D] and, with a pooled output, ``pooled`` [B, P], in the dtype of the parameters.
@@ -302,6 +306,6 @@ def encode_text(
 def encode_and_join(
     p: Params, inputs: TextInputs, shares: dict[str, Array] | None = None, *, cfg: TextEncoders
 ) -> tuple[Conditions, tuple[Conditions, ...]]:
-    """Return ``encode_text`` and the outputs of each encoder, which the host mixes where prompts have weights."""
+    """Return ``encode_text`` and the outputs of each encoder, which the host mixes for prompts with weights."""
     outputs = encode_each(p, inputs, shares, cfg=cfg)
     return cfg.join(outputs), outputs

@@ -1,7 +1,7 @@
-"""``AutoencoderTiny``: a small convolutional autoencoder that stands in for the VAE, often where a glance is enough.
+"""``AutoencoderTiny``: a small convolutional autoencoder instead of the VAE, often for previews.
 
-The architecture is that of TAESD (Ollin Boer Bohan, 2023) as diffusers stores it: blocks of three convolutions and a
-sum, doubled by nearest neighbour, no normalisation and no attention. Its latents are those the UNet sees.
+The architecture is that of TAESD (Ollin Boer Bohan, 2023) as diffusers stores it: residual blocks of three convolutions
+and nearest-neighbour doubling, without normalisation and attention. Its latents are those the UNet sees.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from canvax.params import Params, Spec
 from canvax.types import Array
 
 REACH = 3.0
-"""Latents are bent into -3..3, by three times the hyperbolic tangent of a third."""
+"""Latents are limited to -3..3 by ``3 tanh(x / 3)``."""
 
 
 def tiny_spec(cfg: TinyConfig) -> Spec:
-    """Parameters of encoder and decoder, numbered as the layers of a ``Sequential``, those without weights included."""
+    """Declare the parameters, numbered as the layers of a ``Sequential``, including those without weights."""
     return {"encoder": {"layers": _encoder_spec(cfg)}, "decoder": {"layers": _decoder_spec(cfg)}}
 
 
 def tiny_decode(p: Params, latents: Array, cfg: TinyConfig) -> Array:
-    """Latents -> images.
+    """Decode latents to images.
 
     Args:
         p: parameters as declared by ``tiny_spec``; only ``decoder`` is read.
@@ -50,7 +50,7 @@ def tiny_decode(p: Params, latents: Array, cfg: TinyConfig) -> Array:
 
 
 def tiny_encode(p: Params, images: Array, cfg: TinyConfig) -> Array:
-    """Images in 0..1 [B, f h, f w, 3] -> latents [B, h, w, C], scaled as the UNet sees them; no chance is in it."""
+    """Encode images [B, f h, f w, 3] in 0..1 to latents [B, h, w, C], scaled as the UNet sees them; deterministic."""
     layers, number, x = p["encoder"]["layers"], 0, images
     for level, blocks in enumerate(cfg.num_encoder_blocks):
         x = conv2d(layers[str(number)], x, stride=2 if level else 1)

@@ -1,7 +1,7 @@
 """The conditional UNet of Stable Diffusion (Rombach et al. 2022): ``UNet2DConditionModel`` as pure functions.
 
-``unet`` is the way down, the middle and the way up; each is a function of its own, so that a ControlNet can be the
-first two, and ``canvax.models.deep_features`` can leave out what lies deep.
+``unet`` is the way down, the middle and the way up. Each is a separate function, so that a ControlNet can use the first
+two and ``canvax.models.deep_features`` can skip the deep layers.
 """
 
 from __future__ import annotations
@@ -33,46 +33,47 @@ from canvax.params import Params, Spec, whole
 from canvax.types import Array
 
 CrossAttentionKV = dict[str, dict[str, Any]]
-"""Keys and values of a text for every attention to it, as ``cross_attention_kv`` makes them."""
+"""Keys and values of a text for every attention to it, from ``cross_attention_kv``."""
 
 
-class Special(NamedTuple):
-    """What the blocks do otherwise than usual.
+class BlockOptions(NamedTuple):
+    """Options of the blocks.
 
     Attributes:
-        remat: for training: keep only what lies between the blocks, and compute their insides again for the gradient.
-        perturbed: [B] bool, samples whose middle attends place by place, for perturbed-attention guidance (Ahn et al.
-            2024); None for none.
+        remat: for training: store only the activations between blocks, and recompute those within them for the
+            gradient.
+        perturbed: [B] bool, samples in whose middle each position attends only to itself, for perturbed-attention
+            guidance (Ahn et al. 2024); None for none.
     """
 
     remat: bool = False
     perturbed: Array | None = None
 
 
-_USUAL = Special()
+_DEFAULT = BlockOptions()
 
 
 class Context(NamedTuple):
-    """What every block sees beside the image.
+    """Inputs of every block besides the features.
 
     Attributes:
         time: time embedding [B, 4 C0] after its activation.
         text: keys and values of the text.
-        special: what the blocks do otherwise than usual.
+        options: options of the blocks.
     """
 
     time: Array
     text: CrossAttentionKV
-    special: Special = _USUAL
+    options: BlockOptions = _DEFAULT
 
 
 class Residuals(NamedTuple):
-    """What networks that read an image add to the features (``canvax.models.controlnet``, ``t2i_adapter``).
+    """Residuals that networks for control images add to the features (``canvax.models.controlnet``, ``t2i_adapter``).
 
     Attributes:
-        skips: to each feature map of the way down before it is used on the way up [B, h', w', C']; empty for none.
-        middle: to what comes out of the middle; None for nothing.
-        within: to the features after a layer of the way down, which goes on from there, by the layer's index.
+        skips: added to each feature map of the way down before its use on the way up [B, h', w', C']; empty for none.
+        middle: added to the output of the middle; None for none.
+        within: added to the features after a layer of the way down, by the layer's index; the next layer reads the sum.
     """
 
     skips: tuple[Array, ...] = ()
@@ -104,7 +105,7 @@ def _down_levels(cfg: UNetConfig) -> list[_Level]:
 
 
 def _skip_channels(cfg: UNetConfig) -> list[int]:
-    """Channels of the feature maps kept on the way down, in order."""
+    """Return the channels of the feature maps of the way down that the way up reads, in order."""
     skips = [cfg.block_out_channels[0]]
     for level in _down_levels(cfg):
         skips += [level.channels] * (len(level.inputs) + level.resizes)
@@ -127,7 +128,7 @@ def _up_levels(cfg: UNetConfig) -> list[_Level]:
 
 
 def unet_spec(cfg: UNetConfig) -> Spec:
-    """Parameters of the UNet."""
+    """Declare the parameters of the UNet."""
     first, last = cfg.block_out_channels[0], cfg.block_out_channels[-1]
     time, groups = 4 * first, cfg.norm_num_groups
     return {
@@ -181,7 +182,7 @@ def _level_spec(level: _Level, cfg: UNetConfig, resizer: str) -> Spec:
 
 
 def cross_attention_kv(p: Params, text: Array, cfg: UNetConfig) -> CrossAttentionKV:
-    """Keys and values of a text's features [B, T, D]: the same in each step, so a loop makes them once."""
+    """Return keys and values of text features [B, T, D], which are the same in each step."""
 
     def of_block(block: Params, heads: int) -> dict[str, TransformerKV]:
         return {j: transformer_kv(attention, text, heads) for j, attention in block.get("attentions", {}).items()}
@@ -208,27 +209,27 @@ def unet(
     time_ids: Array | None = None,
     guidance: Array | None = None,
     *,
-    special: Special = _USUAL,
+    options: BlockOptions = _DEFAULT,
     residuals: Residuals | None = None,
 ) -> Array:
-    """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
+    """Evaluate the network (eps, v or x0, as it was trained) on noisy latents.
 
     Args:
         p: parameters as declared by ``unet_spec``.
         x: noisy latents [B, h, w, C], any h and w.
         timesteps: [B], may be fractional.
-        text: features of the text encoder [B, T, D], or what ``cross_attention_kv`` makes of them.
+        text: features of the text encoder [B, T, D], or the result of ``cross_attention_kv``.
         cfg: the config.
         pooled: SDXL: pooled text [B, P].
-        time_ids: SDXL: numbers about the image [B, n] float32, ``cfg.time_ids(P)`` of them.
-        guidance: guidance scales [B] float32, for a network that takes them as an input (``cfg.time_cond_proj_dim``).
-        special: what the blocks do otherwise than usual.
-        residuals: what is added to the features.
+        time_ids: SDXL: size conditions [B, n] float32, with n = ``cfg.time_ids(P)``.
+        guidance: guidance scales [B] float32, for a network with this input (``cfg.time_cond_proj_dim``).
+        options: options of the blocks.
+        residuals: arrays to add to the features.
 
     Returns:
-        [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
+        [B, h, w, C] in the dtype of ``x``, which is the dtype of the computation.
     """
-    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)._replace(special=special)
+    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)._replace(options=options)
     skips = [conv2d(p["conv_in"], x)]
     skips += unet_down(p, skips[0], context, cfg, within=residuals and residuals.within)
     h = unet_mid(p, skips[-1], context, cfg)
@@ -251,7 +252,7 @@ def unet_context(
     guidance: Array | None = None,
     added: Array | None = None,
 ) -> Context:
-    """What the blocks see beside the image; arguments are those of ``unet``, ``added`` [B, 4 C0] joins the time."""
+    """Compute the blocks' other inputs; arguments as for ``unet``; ``added`` [B, 4 C0] is added to the time."""
     times = _sinusoids(timesteps, cfg.block_out_channels[0], cfg).astype(x.dtype)
     if guidance is not None and cfg.time_cond_proj_dim:
         # Meng et al. 2023 (guided distillation), section 3; released models embed 1000 (scale - 1).
@@ -278,15 +279,15 @@ def unet_down(
     layers: slice = slice(None),
     within: Mapping[int, Array] | None = None,
 ) -> list[Array]:
-    """The way down: the feature map after each of its layers, for the way up.
+    """Return the feature map after each layer of the way down.
 
     Args:
         p: parameters of the UNet.
         h: [B, h, w, C] after the first convolution, or after the layer before ``layers``.
-        context: what the blocks see beside it.
+        context: the other inputs of the blocks.
         cfg: the config.
-        layers: which of the ``skip_connections(cfg) - 1`` layers.
-        within: what is added after some of these layers, by index.
+        layers: range of the ``skip_connections(cfg) - 1`` layers to compute.
+        within: arrays to add after some of these layers, by index.
     """
     skips = []
     for at, (i, level, j) in enumerate(down_layers(cfg)[layers]):
@@ -302,14 +303,14 @@ def unet_down(
 
 
 def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
-    """The middle, at the lowest resolution: [B, h, w, C] -> [B, h, w, C]."""
+    """Apply the middle, at the lowest resolution: [B, h, w, C] -> [B, h, w, C]."""
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
     block, kv = p["mid_block"], context.text["mid_block"].get("0")
     with scope("mid_block"):
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
-        if kv is None:  # of small ControlNets
+        if kv is None:  # small ControlNets
             return h
-        options = {"upcast": cfg.upcast_attention, "perturbed": context.special.perturbed}
+        options = {"upcast": cfg.upcast_attention, "perturbed": context.options.perturbed}
         with scope("attentions.0"):
             h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **options)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)
@@ -318,15 +319,15 @@ def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
 def unet_up(
     p: Params, h: Array, skips: list[Array], context: Context, cfg: UNetConfig, layers: slice = slice(None)
 ) -> Array:
-    """The way up, where each layer joins the last feature map of the way down that has not been used.
+    """Apply the way up, in which each layer reads the last unused feature map of the way down.
 
     Args:
         p: parameters of the UNet.
         h: [B, h, w, C] from the middle, or from the layer before ``layers``.
-        skips: the feature maps, those that come after the last of ``layers`` too.
-        context: what the blocks see beside it.
+        skips: the feature maps, including those for layers after ``layers``.
+        context: the other inputs of the blocks.
         cfg: the config.
-        layers: which of the ``skip_connections(cfg)`` layers.
+        layers: range of the ``skip_connections(cfg)`` layers to compute.
     """
     skips = list(skips)
     for i, level, j in up_layers(cfg)[layers]:
@@ -342,18 +343,18 @@ def unet_up(
 
 
 def unet_out(p: Params, h: Array, cfg: UNetConfig) -> Array:
-    """The last normalisation and convolution: features [B, h, w, C0] -> output [B, h, w, C]."""
+    """Apply the last normalisation and convolution: features [B, h, w, C0] -> output [B, h, w, C]."""
     norm = {"groups": cfg.norm_num_groups, "eps": cfg.norm_eps}
     return conv2d(p["conv_out"], group_norm(p["conv_norm_out"], h, **norm, activation=jax.nn.silu))
 
 
 def skip_connections(cfg: UNetConfig) -> int:
-    """How many feature maps of the way down are used on the way up."""
+    """Return the number of feature maps of the way down that the way up reads."""
     return len(_skip_channels(cfg))
 
 
 def down_layers(cfg: UNetConfig) -> list[tuple[int, _Level, int | None]]:
-    """The way down after the first convolution: index of the block, its level, and which layer, None to resize."""
+    """Return the layers of the way down after the first convolution: block, level, and layer, None to resize."""
     return [
         (i, level, j)
         for i, level in enumerate(_down_levels(cfg))
@@ -362,14 +363,14 @@ def down_layers(cfg: UNetConfig) -> list[tuple[int, _Level, int | None]]:
 
 
 def up_layers(cfg: UNetConfig) -> list[tuple[int, _Level, int]]:
-    """The way up, likewise; the last layer of a level resizes."""
+    """Return the layers of the way up, as ``down_layers``; the last layer of a level resizes."""
     return [(i, level, j) for i, level in enumerate(_up_levels(cfg)) for j in range(len(level.inputs))]
 
 
 def _layer(
     block: Params, kv: dict[str, TransformerKV], context: Context, level: _Level, j: int, h: Array, cfg: UNetConfig
 ) -> Array:
-    """Residual block ``j`` of a level and, where the level attends, attention to the text."""
+    """Apply residual block ``j`` of a level and, if the level attends, attention to the text."""
 
     def layer(h: Array, time: Array, kv: TransformerKV | None) -> Array:
         groups = cfg.norm_num_groups
@@ -380,11 +381,11 @@ def _layer(
             upcast = cfg.upcast_attention
             return transformer(block["attentions"][str(j)], h, kv, heads=level.heads, groups=groups, upcast=upcast)
 
-    return (jax.checkpoint(layer) if context.special.remat else layer)(h, context.time, kv.get(str(j)))
+    return (jax.checkpoint(layer) if context.options.remat else layer)(h, context.time, kv.get(str(j)))
 
 
 def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, freq_shift: float) -> Array:
-    """Sinusoids of the timestep (Ho et al. 2020, after Vaswani et al. 2017, section 3.5): [B] -> [B, width] float32."""
+    """Embed timesteps [B] as sinusoids (Ho et al. 2020, after Vaswani et al. 2017): [B, width] float32."""
     half = width // 2
     exponent = -math.log(10000.0) * jnp.arange(half, dtype=jnp.float32) / (half - freq_shift)
     angles = timesteps.astype(jnp.float32)[:, None] * jnp.exp(exponent)[None]

@@ -30,11 +30,11 @@ from canvax.types import Array
 NORM_EPS = 1e-6
 
 ATTENTION_QUERIES = 4096
-"""Tokens that attend at once in a picture that is decoded in tiles: their scores are most of what the middle takes."""
+"""Tokens that attend at once when an image is decoded in tiles: attention scores dominate the middle's memory."""
 
 
 def vae_spec(cfg: VaeConfig) -> Spec:
-    """Parameters of encoder and decoder."""
+    """Declare the parameters of encoder and decoder."""
     moments, latents = 2 * cfg.latent_channels, cfg.latent_channels
     spec: Spec = {"encoder": _encoder_spec(cfg), "decoder": _decoder_spec(cfg)}
     if cfg.use_quant_conv:
@@ -45,7 +45,7 @@ def vae_spec(cfg: VaeConfig) -> Spec:
 
 
 def vae_decode(p: Params, latents: Array, cfg: VaeConfig) -> Array:
-    """Latents as the diffusion model sees them -> images.
+    """Decode latents as the diffusion model sees them to images.
 
     Args:
         p: parameters as declared by ``vae_spec``; only ``decoder`` and ``post_quant_conv`` are read.
@@ -59,19 +59,18 @@ def vae_decode(p: Params, latents: Array, cfg: VaeConfig) -> Array:
 
 
 def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1024, overlap: int = 128) -> Array:
-    """``vae_decode`` in memory that does not grow with the picture but for the picture itself.
+    """Decode as ``vae_decode``, in memory that grows only by the image itself.
 
-    The middle, whose attention sees the whole picture, is computed once at the size of the latents. What rises from
-    there to pixels is computed tile by tile, and neighbours are blended over their overlap, wider than convolutions
-    reach. The normalisations of a tile see that tile alone, so that the picture differs a little from that of
-    ``vae_decode``.
+    The middle, whose attention spans the image, is computed once at the size of the latents. The layers from there to
+    pixels are computed tile by tile. Neighbours are blended over an overlap wider than the receptive field of the
+    convolutions. Normalisations see one tile only, so the image differs slightly from that of ``vae_decode``.
 
     Args:
         p: see ``vae_decode``.
         latents: [B, h, w, C].
         cfg: the config.
-        tile: pixels of a side, at most; no picture up to it is cut.
-        overlap: pixels that neighbours share, at least.
+        tile: maximum pixels of a tile's side; smaller images are not cut.
+        overlap: minimum pixels that neighbours share.
 
     Returns:
         [B, 8h, 8w, 3].
@@ -93,9 +92,9 @@ def in_tiles(
     outer: int,
     channels: int,
 ) -> Array:
-    """``function`` of [B, H, W, C] tile by tile, blended over the overlap, float32.
+    """Apply ``function`` to [B, H, W, C] tile by tile, blended over the overlap, float32.
 
-    ``size``, ``tile`` and ``overlap`` are in a unit of which x has ``inner`` pixels and the result ``outer``.
+    ``size``, ``tile`` and ``overlap`` are in units of ``inner`` pixels of ``x`` and ``outer`` pixels of the result.
     """
     (tall, tops), (wide, lefts) = (even_tiles(length, tile, overlap) for length in size)
     down, across = (_ramp(side * outer, overlap * outer) for side in (tall, wide))
@@ -112,26 +111,26 @@ def in_tiles(
     with jax.named_scope("tiles"):
         blank = jnp.zeros((x.shape[0], size[0] * outer, size[1] * outer, channels), jnp.float32)
         whole, _ = jax.lax.scan(add, blank, corners)
-        # Axis by axis: their product would be a constant of the picture's size inside the program.
+        # Axis by axis: the product of both would be a constant of the image's size in the program.
         whole /= _covered(size[0] * outer, outer, tops, down)[None, :, None, None]
         return whole / _covered(size[1] * outer, outer, lefts, across)[None, None, :, None]
 
 
 def even_tiles(size: int, tile: int, overlap: int) -> tuple[int, list[int]]:
-    """Side of the fewest even tiles that cover an axis, no larger than ``tile``, and where they begin."""
+    """Return the side of the fewest equal tiles of at most ``tile`` that cover an axis, and where they begin."""
     count = 1 if size <= tile else -(-(size - overlap) // (tile - overlap))
     side = -(-(size + (count - 1) * overlap) // count)
     return side, [round(i * (size - side) / max(count - 1, 1)) for i in range(count)]
 
 
 def _ramp(size: int, overlap: int) -> np.ndarray:
-    """Weight of each pixel along a side of a tile: rises over the overlap from above 0, for the picture's own edges."""
+    """Return the weight of each pixel along a tile's side; it rises over the overlap and is never 0."""
     inside = np.minimum(np.arange(size), np.arange(size)[::-1]) + 0.5
     return np.minimum(inside / overlap, 1.0).astype(np.float32)
 
 
 def _covered(size: int, factor: int, starts: list[int], ramp: np.ndarray) -> np.ndarray:
-    """Sum of the weights of all tiles at each pixel along an axis."""
+    """Return the sum of the weights of all tiles at each pixel along an axis."""
     total = np.zeros(size, np.float32)
     for start in starts:
         total[start * factor :][: len(ramp)] += ramp
@@ -139,12 +138,12 @@ def _covered(size: int, factor: int, starts: list[int], ramp: np.ndarray) -> np.
 
 
 def divisor(number: int, most: int) -> int:
-    """The largest divisor of ``number`` that is at most ``most``, or 1."""
+    """Return the largest divisor of ``number`` that is at most ``most``."""
     return next(size for size in range(max(1, min(number, most)), 0, -1) if number % size == 0)
 
 
 def _unscaled(latents: Array, cfg: VaeConfig) -> Array:
-    """Latents as the encoder gave them: the denoiser's are brought to about unit variance."""
+    """Undo the scaling of latents to about unit variance."""
     if cfg.latents_std is not None:
         latents = latents * jnp.array(cfg.latents_std, latents.dtype, ndmin=4)
     latents = latents / cfg.scaling_factor + (cfg.shift_factor or 0.0)
@@ -152,7 +151,7 @@ def _unscaled(latents: Array, cfg: VaeConfig) -> Array:
 
 
 def vae_middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
-    """From latents to the features that the picture rises from, of the same height and width."""
+    """Compute the features before the upsampling layers, of the same height and width as the latents."""
     z = _unscaled(latents, cfg)
     if cfg.use_post_quant_conv:
         z = linear(p["post_quant_conv"], z)
@@ -161,12 +160,12 @@ def vae_middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = Non
 
 
 def _rise(p: Params, h: Array, cfg: VaeConfig) -> Array:
-    """From features [B, h, w, C] to pixels [B, 8h, 8w, 3]."""
+    """Map features [B, h, w, C] to pixels [B, 8h, 8w, 3]."""
     return vae_head(p, up_blocks(p["up_blocks"], h, cfg), cfg)
 
 
 def up_blocks(p: Params, h: Array, cfg: VaeConfig) -> Array:
-    """Features after the decoder's blocks of these numbers, which may be some of all."""
+    """Apply some or all of the decoder's blocks."""
     for i in sorted(p, key=int):
         with jax.named_scope(f"decoder_up_{i}"):
             h = _resnets(p[i], h, cfg)
@@ -176,7 +175,7 @@ def up_blocks(p: Params, h: Array, cfg: VaeConfig) -> Array:
 
 
 def vae_encode(p: Params, images: Array, cfg: VaeConfig) -> tuple[Array, Array]:
-    """Images in -1..1 [B, 8h, 8w, 3] -> mean and log-variance of the latents, each [B, h, w, C], unscaled.
+    """Encode images [B, 8h, 8w, 3] in -1..1 to mean and log-variance of the latents, each [B, h, w, C], unscaled.
 
     The log-variance is clipped to -30..20 as the model was trained. Only ``encoder`` and ``quant_conv`` are read.
     """
@@ -186,7 +185,7 @@ def vae_encode(p: Params, images: Array, cfg: VaeConfig) -> tuple[Array, Array]:
 def vae_encode_tiled(
     p: Params, images: Array, cfg: VaeConfig, *, tile: int = 1024, overlap: int = 128
 ) -> tuple[Array, Array]:
-    """``vae_encode`` in memory that does not grow with the picture, as ``vae_decode_tiled``: tiles, then the middle."""
+    """Encode as ``vae_encode``, in memory that does not grow with the image: tiles, then the middle."""
     height, width = (side // cfg.factor for side in images.shape[1:3])
     part = partial(_fall, p["encoder"], cfg=cfg)
     sides = (tile // cfg.factor, overlap // cfg.factor)
@@ -195,12 +194,12 @@ def vae_encode_tiled(
 
 
 def _fall(p: Params, images: Array, cfg: VaeConfig) -> Array:
-    """From pixels [B, 8h, 8w, 3] to features [B, h, w, C]."""
+    """Map pixels [B, 8h, 8w, 3] to features [B, h, w, C]."""
     return down_blocks(p["down_blocks"], conv2d(p["conv_in"], images), cfg)
 
 
 def down_blocks(p: Params, h: Array, cfg: VaeConfig) -> Array:
-    """Features after the encoder's blocks of these numbers, which may be some of all."""
+    """Apply some or all of the encoder's blocks."""
     for i in sorted(p, key=int):
         with jax.named_scope(f"encoder_down_{i}"):
             h = _resnets(p[i], h, cfg)
@@ -270,7 +269,7 @@ def _mid_spec(channels: int, cfg: VaeConfig) -> Spec:
 
 
 def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
-    """Two residual blocks with attention between them, for ``rows`` rows of the picture at a time if given."""
+    """Apply two residual blocks with attention between them, for ``rows`` rows of the image at a time if not None."""
     with scope("vae.mid_block"):
         h = resnet_block(p["resnets"]["0"], h, None, groups=cfg.norm_num_groups, eps=NORM_EPS)
         if "attentions" in p:
@@ -288,6 +287,6 @@ def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> 
 
 
 def vae_head(p: Params, h: Array, cfg: VaeConfig) -> Array:
-    """The last normalisation and convolution of the encoder or the decoder."""
+    """Apply the last normalisation and convolution of the encoder or the decoder."""
     norm = {"groups": cfg.norm_num_groups, "eps": NORM_EPS}
     return conv2d(p["conv_out"], group_norm(p["conv_norm_out"], h, **norm, activation=jax.nn.silu))

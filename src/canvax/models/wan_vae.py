@@ -1,7 +1,7 @@
 """The autoencoder of Qwen-Image and Wan 2.1 (Wan Team 2025) for one frame: ``AutoencoderKLQwenImage`` without time.
 
-Its convolutions over frames are causal: of one frame each sees the last of its taps in time alone, and layers that
-change the number of frames do nothing. Checkpoints hold all taps; ``from_video`` takes what one frame needs.
+Its convolutions over frames are causal: for one frame each uses only its last tap in time, and layers that change the
+number of frames have no effect. Checkpoints hold all taps; ``from_video`` selects those of one frame.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from canvax.params import Param, Params, Spec
 from canvax.types import Array, HostArray
 
 OVERLAP = 128
-"""Pixels that neighbouring tiles share, more than the convolutions reach."""
+"""Pixels that neighbouring tiles share, more than the receptive field of the convolutions."""
 
 UNUSED = "time_conv"
-"""In the names of layers that change the number of frames."""
+"""Marks of layers that change the number of frames, in names."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class WanVaeConfig(Config):
         2.8251, 1.916,
     )  # fmt: skip
 
-    # Whether frames are halved at a level, in either spelling; and of training.
+    # Halving of frames at a level, in either spelling; and fields of training.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"temperal_downsample", "temporal_downsample", "dropout"})
 
     def __post_init__(self) -> None:
@@ -78,14 +78,14 @@ class WanVaeConfig(Config):
 
 
 def from_video(array: HostArray) -> HostArray:
-    """What one frame needs of an array of the checkpoint: [O, I, 3, 3, 3] -> [O, I, 3, 3], [C, 1, 1, 1] -> [C]."""
+    """Select one frame's part of a checkpoint's array: [O, I, 3, 3, 3] -> [O, I, 3, 3], [C, 1, 1, 1] -> [C]."""
     if array.ndim == 5:
         return array[:, :, -1]
     return array.reshape(-1) if array.shape[1:] in ((1, 1), (1, 1, 1)) else array
 
 
 def wan_vae_spec(cfg: WanVaeConfig) -> Spec:
-    """Parameters of encoder and decoder, without those of time."""
+    """Declare the parameters of encoder and decoder, without those over time."""
     first, last = cfg.widths[0], cfg.widths[-1]
     down: list[Spec] = []
     for i, (before, width) in enumerate(pairwise((first, *cfg.widths))):
@@ -166,12 +166,12 @@ def wan_vae_decode(p: Params, latents: Array, cfg: WanVaeConfig, *, tile: int | 
 
 
 def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig, *, tile: int | None = None) -> tuple[Array, Array]:
-    """Encode images in -1..1 [B, 8h, 8w, 3] to mean and log-variance [B, h, w, C]; see ``encode_frame``."""
+    """Encode images [B, 8h, 8w, 3] in -1..1 to mean and log-variance [B, h, w, C]; see ``encode_frame``."""
     return encode_frame(p, images, cfg, partial(_fall, p["encoder"]), tile=tile)
 
 
 class FrameConfig(Protocol):
-    """What decoding and encoding read of a config."""
+    """Declare the fields of a config that decoding and encoding read."""
 
     @property
     def latents_mean(self) -> tuple[float, ...]: ...
@@ -186,10 +186,10 @@ class FrameConfig(Protocol):
 def decode_frame(
     p: Params, latents: Array, cfg: FrameConfig, rise: Callable[[Array], Array], channels: int, *, tile: int | None
 ) -> Array:
-    """Decode latents as the denoiser sees them [B, h, w, C] to images in -1..1.
+    """Decode latents as the denoiser sees them [B, h, w, C] to images [B, H, W, channels] in -1..1.
 
-    ``rise`` makes pixels of so many ``channels`` from features. With ``tile``, so many pixels of a side at a time, as
-    ``canvax.models.vae.vae_decode_tiled`` does.
+    ``rise`` maps features to pixels. With ``tile``, decode in tiles of this many pixels, as
+    ``canvax.models.vae.vae_decode_tiled``.
     """
     centre, deviation = _statistics(cfg, latents)
     z, p = linear(p["post_quant_conv"], latents * deviation + centre), p["decoder"]
@@ -203,9 +203,9 @@ def decode_frame(
 def encode_frame(
     p: Params, images: Array, cfg: FrameConfig, fall: Callable[[Array], Array], *, tile: int | None
 ) -> tuple[Array, Array]:
-    """Encode images in -1..1 to mean and log-variance of latents as the denoiser sees them, each [B, h, w, C].
+    """Encode images in -1..1 to mean and log-variance of normalised latents, each [B, h, w, C].
 
-    ``fall`` makes features from pixels.
+    ``fall`` maps pixels to features.
     """
     encoder = p["encoder"]
     if tile is None:
@@ -221,12 +221,12 @@ def encode_frame(
 
 
 def _statistics(cfg: FrameConfig, x: Array) -> tuple[Array, Array]:
-    """Mean and standard deviation of the latents, each [1, 1, 1, C] in the dtype of ``x``."""
+    """Return mean and standard deviation of the latents, each [1, 1, 1, C] in the dtype of ``x``."""
     return jnp.array(cfg.latents_mean, x.dtype, ndmin=4), jnp.array(cfg.latents_std, x.dtype, ndmin=4)
 
 
 def _rise(p: Params, h: Array, cfg: WanVaeConfig) -> Array:
-    """From features [B, h, w, C] to pixels [B, 8h, 8w, 3]."""
+    """Map features [B, h, w, C] to pixels [B, 8h, 8w, 3]."""
     for i in range(len(cfg.widths)):
         block = p["up_blocks"][str(i)]
         with jax.named_scope(f"decoder_up_{i}"):
@@ -238,7 +238,7 @@ def _rise(p: Params, h: Array, cfg: WanVaeConfig) -> Array:
 
 
 def _fall(p: Params, images: Array) -> Array:
-    """From pixels [B, 8h, 8w, 3] to features [B, h, w, C]."""
+    """Map pixels [B, 8h, 8w, 3] to features [B, h, w, C]."""
     h = conv2d(p["conv_in"], images)
     for i in range(len(p["down_blocks"])):
         layer = p["down_blocks"][str(i)]
@@ -253,7 +253,7 @@ def head(p: Params, h: Array) -> Array:
 
 
 def norm(p: Params, x: Array) -> Array:
-    """Root-mean-square normalisation over the channels of a pixel, in float32."""
+    """Apply root-mean-square normalisation over the channels of a pixel, in float32."""
     x32 = x.astype(jnp.float32)
     length = jnp.maximum(jnp.linalg.norm(x32, axis=-1, keepdims=True), 1e-12)
     return (x32 / length * (x.shape[-1] ** 0.5 * p["gamma"].astype(jnp.float32)[None, None, None])).astype(x.dtype)
@@ -261,14 +261,14 @@ def norm(p: Params, x: Array) -> Array:
 
 @outlined
 def resnet(p: Params, x: Array) -> Array:
-    """Residual block, [B, h, w, Cin] -> [B, h, w, Cout]."""
+    """Apply a residual block, [B, h, w, Cin] -> [B, h, w, Cout]."""
     h = conv2d(p["conv1"], jax.nn.silu(norm(p["norm1"], x)))
     h = conv2d(p["conv2"], jax.nn.silu(norm(p["norm2"], h)))
     return h + (linear(p["conv_shortcut"], x) if "conv_shortcut" in p else x)
 
 
 def mid_block(p: Params, x: Array) -> Array:
-    """Two residual blocks with attention of one head between them."""
+    """Apply two residual blocks with single-head attention between them."""
     with scope("vae.mid_block"):
         x, a = resnet(p["resnets"]["0"], x), p["attentions"]["0"]
         b, h, w, c = x.shape
@@ -278,7 +278,7 @@ def mid_block(p: Params, x: Array) -> Array:
 
 
 class FrameAutoencoder(Autoencoder):
-    """An autoencoder of videos for one frame. In float32 where its weights are float16."""
+    """Base of autoencoders of videos for one frame; computed in float32 if the weights are float16."""
 
     cfg: Any
 

@@ -1,7 +1,7 @@
 """Z-Image (Tongyi Lab 2025): a single-stream diffusion transformer, ``ZImageTransformer2DModel`` as pure functions.
 
-Caption and image are each refined by two blocks, and then one sequence for thirty more. Its latents are the 16 channels
-of FLUX.1's autoencoder, its captions the last but one layer of Qwen3-4B (``canvax.models.decoder_lm``).
+Two blocks each refine caption and image, which are then one sequence for thirty more blocks. Latents are those of
+FLUX.1's autoencoder, of 16 channels; captions are the last layer but one of Qwen3-4B (``canvax.models.decoder_lm``).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-"""What the language model reads of a prompt. Its last layer but one is the caption, without the rows of padding."""
+"""Chat template of the language model. Its last layer but one, without padding, is the caption."""
 
 MULTIPLE = 32
-"""Image and caption are each filled up to a multiple of it with a learned token, which takes part in attention."""
+"""Image and caption are each padded to a multiple of this with a learned token, which takes part in attention."""
 
 TIME_WIDTH, TIME_INNER = 256, 1024
 
 QK_EPS = 1e-5
-"""Of the normalisations of queries and keys, whatever ``norm_eps`` is."""
+"""Epsilon of the normalisations of queries and keys, independent of ``norm_eps``."""
 
 SIZE = "2-1"
-"""Patches of 2 x 2 latents of one frame, in the names of the first and last layer."""
+"""Suffix in the names of the first and last layer: patches of 2 x 2 latents of one frame."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ZImageConfig(Config):
         "all_patch_size": ((2,),),
         "all_f_patch_size": ((1,),),
     }
-    # The longest axes of tables that are computed here as they are needed.
+    # Sizes of rotary tables; the angles are computed here.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"axes_lens"})
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class ZImageConfig(Config):
 
 
 def z_image_spec(cfg: ZImageConfig) -> Spec:
-    """Parameters of the transformer."""
+    """Declare the transformer's parameters."""
     width, features = cfg.dim, 4 * cfg.in_channels
     token = Param((1, width), (None, None), init="normal")
 
@@ -130,13 +130,13 @@ def _block_spec(cfg: ZImageConfig, *, modulated: bool) -> Spec:
 
 
 class ZImageContext(NamedTuple):
-    """What the transformer reads in each step beside the image, the same in all steps.
+    """Inputs of the transformer besides the image; they are the same in all steps.
 
     Attributes:
         caption: the refined caption [B, S, D].
         image_rope: positions of the image's tokens.
         rope: positions of image, then caption.
-        lengths: how many tokens of image and caption are attended to, int32 [B].
+        lengths: number of image and caption tokens to attend to, int32 [B].
     """
 
     caption: Array
@@ -148,20 +148,20 @@ class ZImageContext(NamedTuple):
 def z_image_context(
     p: Params, text: Array, lengths: Array, width: Array, cfg: ZImageConfig, *, tokens: int
 ) -> ZImageContext:
-    """Refine captions and place all tokens, once before the loop.
+    """Refine captions and compute all positions, once before the loop.
 
     Args:
         p: parameters as declared by ``z_image_spec``.
-        text: features of the captions [B, S, ``cap_feat_dim``], S a multiple of 32, in the dtype that it computes in.
-        lengths: how many rows of each are its caption, int32 [B].
-        width: how many tokens wide the images are, int32 [B].
+        text: features of the captions [B, S, ``cap_feat_dim``], S a multiple of 32, in the dtype to compute in.
+        lengths: number of rows of each caption without padding, int32 [B].
+        width: width of the images in tokens, int32 [B].
         cfg: the config.
-        tokens: how many tokens an image has, L.
+        tokens: L, the number of tokens of an image.
     """
     batch, rows, _ = text.shape
     if rows % MULTIPLE:
         raise ValueError(f"z_image_context: text of {rows} rows, which is no multiple of {MULTIPLE}")
-    filled = -(-jnp.maximum(lengths, 1) // MULTIPLE) * MULTIPLE  # a slot of a batch without an image has no prompt
+    filled = -(-jnp.maximum(lengths, 1) // MULTIPLE) * MULTIPLE  # unused slots of a batch have no prompt
     index = jnp.arange(rows)
     caption = linear(p["cap_embedder"]["1"], rms_norm(p["cap_embedder"]["0"], text, eps=cfg.norm_eps))
     caption = jnp.where(index[None, :, None] < lengths[:, None, None], caption, p["cap_pad_token"][None])
@@ -170,35 +170,34 @@ def z_image_context(
     caption_ids = jnp.broadcast_to(jnp.stack([1 + index, zeros, zeros], axis=-1), (batch, rows, 3))
     row, column = grid_ids(tokens, width)
     image_ids = jnp.stack([jnp.broadcast_to(filled[:, None] + 1, row.shape), row, column], axis=-1)
-    image_ids = jnp.pad(image_ids, ((0, 0), (0, -tokens % MULTIPLE), (0, 0)))  # filling lies at the origin
+    image_ids = jnp.pad(image_ids, ((0, 0), (0, -tokens % MULTIPLE), (0, 0)))  # padding has position 0
 
     image_rope, caption_rope = (
         rotary_embedding(ids, cfg.axes_dims, cfg.rope_theta) for ids in (image_ids, caption_ids)
     )
     with jax.named_scope("context_refiner"):
         for i in range(cfg.n_refiner_layers):
-            how = {**_eps(cfg), "where": f"context_refiner.{i}"}
-            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **how)
+            options = {**_eps(cfg), "where": f"context_refiner.{i}"}
+            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **options)
     rope = Rope(*(jnp.concatenate(both, axis=1) for both in zip(image_rope, caption_rope, strict=True)))
     return ZImageContext(caption, image_rope, rope, image_ids.shape[1] + filled)
 
 
 def z_image(p: Params, x: Array, timestep: Array, context: ZImageContext, cfg: ZImageConfig) -> Array:
-    """The velocity (noise minus image) of noisy latents.
+    """Predict the velocity (noise minus image) of noisy latents.
 
     Args:
         p: parameters as declared by ``z_image_spec``.
-        x: latents as tokens [B, L, 4 * ``in_channels``], of ``pack`` with channels last, in the dtype that it computes
-            in.
+        x: latents as tokens [B, L, 4 * ``in_channels``], from ``pack`` with channels last, in the dtype to compute in.
         timestep: [B], 1000 for noise and 0 for an image.
-        context: of ``z_image_context``.
+        context: result of ``z_image_context``.
         cfg: the config.
 
     Returns:
         [B, L, 4 * ``in_channels``].
     """
     tokens = x.shape[1]
-    # The time runs the other way in this model, and so does what it predicts.
+    # This model counts time from noise to image, and predicts image minus noise.
     time = sinusoids((1 - timestep / 1000) * cfg.t_scale, TIME_WIDTH).astype(x.dtype)
     time = linear(p["t_embedder"]["mlp"]["2"], jax.nn.silu(linear(p["t_embedder"]["mlp"]["0"], time)))
     image = linear(p["all_x_embedder"][SIZE], x)
@@ -206,13 +205,13 @@ def z_image(p: Params, x: Array, timestep: Array, context: ZImageContext, cfg: Z
     image = jnp.concatenate([image, filling.astype(image.dtype)], axis=1)
     for i in range(cfg.n_refiner_layers):
         block = p["noise_refiner"][str(i)]
-        how = {**_eps(cfg), "where": f"noise_refiner.{i}"}
-        image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **how)
+        options = {**_eps(cfg), "where": f"noise_refiner.{i}"}
+        image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **options)
     h = jnp.concatenate([image, context.caption], axis=1)
     for i in range(cfg.n_layers):
         block = p["layers"][str(i)]
-        how = {**_eps(cfg), "where": f"layers.{i}"}
-        h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **how)
+        options = {**_eps(cfg), "where": f"layers.{i}"}
+        h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **options)
     last = p["all_final_layer"][SIZE]
     scale = linear(last["adaLN_modulation"]["1"], jax.nn.silu(time))[:, None]
     return -linear(last["linear"], layer_norm(h[:, :tokens]) * (1 + scale))
@@ -223,14 +222,14 @@ def _eps(cfg: ZImageConfig) -> dict[str, float]:
 
 
 def _modulation(p: Params, time: Array) -> Modulation:
-    """Scale and gate for the attention, then for the feed-forward, of the time's embedding [B, 256]."""
+    """Return scale and gate for the attention, then for the feed-forward, of the time embedding [B, 256]."""
     scale, gate, ff_scale, ff_gate = jnp.split(linear(p["adaLN_modulation"]["0"], time)[:, None], 4, axis=-1)
     return scale, jnp.tanh(gate), ff_scale, jnp.tanh(ff_gate)
 
 
 @dataclass(frozen=True)
 class ZImageDenoiser(Denoiser):
-    """The transformer inside the loop. It gives the velocity of a flow.
+    """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
         cfg: its config.

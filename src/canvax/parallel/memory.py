@@ -47,7 +47,7 @@ class Memory:
         sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}
         for name, size in sizes.items():
             if size < 0:
-                raise InputError(name, size, "is fewer than 0 bytes")
+                raise InputError(name, "is fewer than 0 bytes", value=size)
 
     @property
     def total(self) -> int:
@@ -56,17 +56,17 @@ class Memory:
 
     @property
     def offloaded(self) -> int:
-        """What is needed with ``offload=True``: the largest program with the weights that it reads."""
+        """Bytes needed with ``offload=True``: the largest program with the weights that it reads."""
         return max((size + self.parts.get(name, 0) for name, size in self.programs.items()), default=0)
 
     @property
     def fits(self) -> bool | None:
-        """Whether ``total`` fits on the device; None if the device does not report its memory."""
+        """True if ``total`` fits on the device; None if the device does not report its memory."""
         return None if self.limit is None else self.total <= self.limit
 
 
 def free_bytes(mesh: Mesh) -> int | None:
-    """Returns the free bytes on the fullest device of this process; None if the devices do not report it.
+    """Return the free bytes on the fullest device of this process; None if the devices do not report it.
 
     CPU devices share the host's memory: each counts as an equal part of what is available.
     """
@@ -82,8 +82,8 @@ def free_bytes(mesh: Mesh) -> int | None:
     return min(free, default=None)
 
 
-def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: bool = False) -> None:
-    """Raises OutOfMemoryError if weights of ``needed`` bytes per device do not fit; the error lists cures."""
+def check_weights(needed: int, mesh: Mesh, model: str, dtype: str, *, quantized: bool = False) -> None:
+    """Raise OutOfMemoryError if weights of ``needed`` bytes per device do not fit; the error lists cures."""
     free = free_bytes(mesh)
     if free is None:
         return
@@ -92,13 +92,13 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: 
         free *= sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     if needed > free:
         raise OutOfMemoryError(
-            f"the weights of {what} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are "
+            f"the weights of {model} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are "
             f"free; {cures(mesh, dtype, quantized=quantized)}"
         )
 
 
 def program_bytes(program: Any) -> int | None:
-    """Returns the bytes per device that a compiled program needs besides its arguments; None if not reported."""
+    """Return the bytes per device that a compiled program needs besides its arguments; None if not reported."""
     if program not in _PROGRAM_BYTES:
         try:
             analysis = program.memory_analysis()
@@ -111,7 +111,7 @@ def program_bytes(program: Any) -> int | None:
 
 
 def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callable[[], str]) -> None:
-    """Raises OutOfMemoryError if one of the (name, program) pairs needs more memory than is free."""
+    """Raise OutOfMemoryError if one of the (name, program) pairs needs more memory than is free."""
     free = free_bytes(mesh)
     for name, program in programs:
         needed = program_bytes(program)
@@ -124,7 +124,7 @@ def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callab
 
 @contextmanager
 def explained(cure: Callable[[], str]) -> Iterator[None]:
-    """Replaces an out-of-memory error of compiling or running by an OutOfMemoryError with advice."""
+    """Replace an out-of-memory error of compiling or running by an OutOfMemoryError with advice."""
     try:
         yield
     except OutOfMemoryError:
@@ -139,7 +139,7 @@ def explained(cure: Callable[[], str]) -> Iterator[None]:
 def cures(
     mesh: Mesh, dtype: str, *, quantized: bool = False, batch: int | None = None, height: int = 0, width: int = 0
 ) -> str:
-    """Returns advice against a lack of memory, most useful first.
+    """Return advice against a lack of memory, most useful first.
 
     Args:
         mesh: the devices in use.
@@ -169,12 +169,12 @@ def cures(
 
 
 def gigabytes(size: int) -> str:
-    """Formats a number of bytes, in powers of ten."""
+    """Format a number of bytes, in powers of ten."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def available_bytes() -> int | None:
-    """Returns the bytes available without swapping on the host or in this process's container; None if unknown."""
+    """Return the bytes available without swapping on the host or in this process's container; None if unknown."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -184,7 +184,7 @@ def available_bytes() -> int | None:
 
 
 def _left_in(files: tuple[str, str, str]) -> int | None:
-    """Returns the bytes left below a container's limit, where reclaimable file pages are free; None without a limit."""
+    """Return the bytes left below a container's limit, where reclaimable file pages are free; None without a limit."""
     try:
         limit, used, stat = ((_CONTROL / name).read_text(encoding="ascii").strip() for name in files)
         pages = dict(line.split() for line in stat.splitlines())

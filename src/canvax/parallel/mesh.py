@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import InputError, check_count
 
 AXES = ("data", "model")
 
@@ -24,7 +24,7 @@ _users: list[int] = []
 
 
 def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, model: int = 1) -> Mesh:
-    """Makes a mesh over JAX devices, for ``canvax.load(..., mesh=)``.
+    """Make a mesh over JAX devices, for ``canvax.load(..., mesh=)``.
 
     Args:
         devices: by default all devices of the default backend, including those of other processes.
@@ -38,13 +38,13 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
     try:
         chosen = all_devices() if devices is None else list(devices)
     except TypeError:
-        raise InputError("devices", devices, "is not a list of JAX devices, such as jax.devices()[:2]") from None
+        raise InputError("devices", "is not a list of JAX devices, such as jax.devices()[:2]", value=devices) from None
     if not all(hasattr(device, "platform") for device in chosen):
-        raise InputError("devices", chosen, "are not JAX devices, such as jax.devices()[:2]")
+        raise InputError("devices", "are not JAX devices, such as jax.devices()[:2]", value=chosen)
     if not chosen:
-        raise InputError("devices", NO_VALUE, "is empty", "give at least one, or None for all of them")
+        raise InputError("devices", "is empty", cure="give at least one, or None for all of them")
     if len(set(chosen)) < len(chosen):
-        raise InputError("devices", chosen, "name one twice", "give each once")
+        raise InputError("devices", "name one twice", cure="give each once", value=chosen)
     data = check_sizes(len(chosen), data, model)
     if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board communicate fastest
         return Mesh(create_device_mesh((data, model), chosen), AXES)
@@ -52,7 +52,7 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
 
 
 def refuse_fork() -> None:
-    """Checks that this process may use devices; every function that does calls it.
+    """Check that this process may use devices; every function that does calls it.
 
     Raises:
         InputError: the process was forked from one that uses devices. JAX's threads are missing here: it would hang.
@@ -67,7 +67,7 @@ def refuse_fork() -> None:
 
 
 def all_devices() -> list[Any]:
-    """Returns ``jax.devices()``.
+    """Return ``jax.devices()``.
 
     Raises:
         InputError: JAX has no device of the requested platform, or this process is a fork.
@@ -87,7 +87,7 @@ def all_devices() -> list[Any]:
 
 
 def check_sizes(devices: int, data: int | None, model: int) -> int:
-    """Returns the size of the axis ``data`` for a number of devices.
+    """Return the size of the axis ``data`` for a number of devices.
 
     Raises:
         InputError: ``data * model`` is not the number of devices.
@@ -98,36 +98,38 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
     if data is None:
         if devices % model:
             divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise InputError("mesh", f"model={model}", f"does not divide {devices} devices", f"use one of {divisors}")
+            raise InputError(
+                "mesh", f"does not divide {devices} devices", cure=f"use one of {divisors}", value=f"model={model}"
+            )
         return devices // model
     if data * model != devices:
         some = ", or name the devices, as in make_mesh(jax.devices()[:2])" if devices > 1 else ""
         there = f"there {'is' if devices == 1 else 'are'} {devices}; leave it out to use them all{some}"
-        raise InputError("mesh", f"data={data},model={model}", f"is one of {data * model} devices, and {there}")
+        raise InputError("mesh", f"is one of {data * model} devices, and {there}", value=f"data={data},model={model}")
     return data
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parses the sizes of the axes from a text, e.g. ``data=4,model=2``.
+    """Parse the sizes of the axes from a text, e.g. ``data=4,model=2``.
 
     Raises:
         InputError: the text has another form.
     """
     text = text.replace(" ", "")
     if not re.fullmatch(r"(data|model)=\d{1,9}(,(data|model)=\d{1,9})?", text, re.ASCII):
-        raise InputError("mesh", text, "is not understood", "write data=4,model=2, or one of the two")
+        raise InputError("mesh", "is not understood", cure="write data=4,model=2, or one of the two", value=text)
     pairs = [part.split("=") for part in text.split(",")]
     sizes = {name: int(size) for name, size in pairs}
     if len(sizes) < len(pairs):
-        raise InputError("mesh", text, "names an axis twice", "write data=4,model=2")
+        raise InputError("mesh", "names an axis twice", cure="write data=4,model=2", value=text)
     if 0 in sizes.values():
-        raise InputError("mesh", text, "has an axis whose size is not a number of at least 1")
+        raise InputError("mesh", "has an axis whose size is not a number of at least 1", value=text)
     check_sizes(sizes.get("data", 1) * sizes.get("model", 1), sizes.get("data"), sizes.get("model", 1))
     return sizes
 
 
 def mesh_of(text: str | None) -> Mesh:
-    """Makes the mesh that a text describes, e.g. ``data=4,model=2``, over the first devices if there are more.
+    """Make the mesh that a text describes, e.g. ``data=4,model=2``, over the first devices if there are more.
 
     Raises:
         InputError: the text has another form, or there are too few devices.
@@ -140,24 +142,23 @@ def mesh_of(text: str | None) -> Mesh:
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
-    """Returns ``mesh`` with both axes, ``data`` and ``model``, and sharding left to the compiler.
+    """Return ``mesh`` with both axes, ``data`` and ``model``, and sharding left to the compiler.
 
     Raises:
         InputError: the mesh has no ``data`` axis, has an axis other than ``data`` and ``model``, or leaves some
             processes out; or this process is a fork.
     """
     if not isinstance(mesh, Mesh):
-        raise InputError("mesh", mesh, "is not a mesh", "make one with canvax.make_mesh(data=4, model=2)")
+        raise InputError("mesh", "is not a mesh", cure="make one with canvax.make_mesh(data=4, model=2)", value=mesh)
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
-        raise InputError("mesh", NO_VALUE, f"has axes {mesh.axis_names}", "name them 'data' and, if wanted, 'model'")
+        raise InputError("mesh", f"has axes {mesh.axis_names}", cure="name them 'data' and, if wanted, 'model'")
     refuse_fork()
     owners = processes(mesh)
     if jax.process_index() not in owners or (len(owners) > 1 and len(owners) < jax.process_count()):
         raise InputError(
             "mesh",
-            NO_VALUE,
             f"has devices of the processes {owners} of {jax.process_count()}",
-            "give it devices of all of them, or of this one alone, as in make_mesh(jax.local_devices())",
+            cure="give it devices of all of them, or of this one alone, as in make_mesh(jax.local_devices())",
         )
     if mesh.axis_names == AXES and all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
@@ -165,21 +166,21 @@ def check_mesh(mesh: Mesh) -> Mesh:
 
 
 def processes(mesh: Mesh) -> list[int]:
-    """Returns the indices of the processes whose devices are in a mesh."""
+    """Return the indices of the processes whose devices are in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device has whole."""
+    """Return the sharding of an array that every device has whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def over_batch(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding that splits the first axis over ``data``."""
+    """Return the sharding that splits the first axis over ``data``."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def padded_batch(batch: int, mesh: Mesh) -> int:
-    """Rounds a batch size up to a multiple of the axis ``data``."""
+    """Round a batch size up to a multiple of the axis ``data``."""
     size = mesh.shape["data"]
     return -(-batch // size) * size

@@ -22,7 +22,7 @@ from canvax.parallel.mesh import processes
 
 
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Joins the other processes: ``jax.distributed.initialize`` with clear errors. Call it before any other use of JAX.
+    """Join the other processes: ``jax.distributed.initialize`` with clear errors. Call it before any other use of JAX.
 
     On Cloud TPU, Slurm and Open MPI JAX detects all three arguments. Elsewhere pass all three.
 
@@ -33,21 +33,21 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
     Raises:
         InputError: only some of the arguments are given, or a value is invalid.
-        CanvaxError: the other processes could not be reached, or the environment does not tell their addresses.
+        CanvaxError: the other processes could not be reached, or the environment does not contain their addresses.
     """
     cluster = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in cluster.items() if value is None]
     if missing and len(missing) < 3:
         raise InputError(f"{', '.join(missing)} not given; a cluster made by hand needs {', '.join(cluster)}")
     if num_processes is not None and num_processes < 1:
-        raise InputError("num_processes", num_processes, "is not a number of processes of at least 1")
+        raise InputError("num_processes", "is not a number of processes of at least 1", value=num_processes)
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise InputError(
-            "process_id", process_id, f"is not in 0..{num_processes - 1}, for num_processes={num_processes}"
+            "process_id", f"is not in 0..{num_processes - 1}, for num_processes={num_processes}", value=process_id
         )
     port = "" if coordinator is None else coordinator.rpartition(":")[2]
     if coordinator is not None and not (port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16):
-        raise InputError("coordinator", coordinator, "is not host:port, such as 10.0.0.1:8476")
+        raise InputError("coordinator", "is not host:port, such as 10.0.0.1:8476", value=coordinator)
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id)
     except (RuntimeError, ValueError) as error:
@@ -59,17 +59,17 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
 
 def is_spread(mesh: Mesh) -> bool:
-    """Whether the mesh has devices of several processes."""
+    """Return whether the mesh has devices of several processes."""
     return len(processes(mesh)) > 1
 
 
-def leads(mesh: Mesh) -> bool:
-    """Whether this is the main process of the mesh, the only one that shows progress."""
+def is_main_process(mesh: Mesh) -> bool:
+    """Return whether this is the main process of the mesh, the only one that shows progress."""
     return processes(mesh)[0] == jax.process_index()
 
 
-def agree(seeds: Sequence[int], *call: Any) -> list[int]:
-    """Returns the seeds of process 0, after checking that all processes got the same arguments.
+def broadcast_seeds(seeds: Sequence[int], *call: Any) -> list[int]:
+    """Return the seeds of process 0, after checking that all processes got the same arguments.
 
     Every process must call it. ``call`` are the arguments to compare, by their ``repr``.
 
@@ -88,8 +88,8 @@ def agree(seeds: Sequence[int], *call: Any) -> list[int]:
 
 
 @contextmanager
-def together(name: str) -> Iterator[None]:
-    """Waits at the end of the block for all processes; if one of them failed in the block, all fail.
+def fail_together(name: str) -> Iterator[None]:
+    """Wait at the end of the block for all processes; if one of them failed in the block, all fail.
 
     Raises:
         CanvaxError: another process failed.
@@ -104,6 +104,6 @@ def together(name: str) -> Iterator[None]:
         raise CanvaxError(f"{name} failed in process {int(failures.argmax())}, whose own error says why")
 
 
-def any_of(value: Any) -> Any:
-    """Returns, for each entry of an array, whether it is true in any process; every process must call it."""
+def any_process(value: Any) -> Any:
+    """Return, for each entry of an array, whether it is true in any process; every process must call it."""
     return np.asarray(multihost_utils.process_allgather(np.asarray(value))).any(axis=0)

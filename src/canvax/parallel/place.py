@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, Sharding
 from canvax.types import Array, HostArray
 
 HOST = "pinned_host"
-"""The kind of memory in which weights wait, in JAX's terms."""
+"""JAX's kind of memory for offloaded weights."""
 
 
 def waits(params: Any) -> bool:
-    """Returns whether a component's arrays wait in the host's memory. All of them do if the first one does."""
+    """Return whether a component's arrays are offloaded to the host's memory. The first array determines it."""
     while isinstance(params, Mapping) and params:
         params = next(iter(params.values()))
     if isinstance(params, Tracer):
@@ -29,24 +29,24 @@ def waits(params: Any) -> bool:
 
 
 def kind_of(params: Any) -> str | None:
-    """Returns the kind of memory that a component's arrays are in; None for the devices'."""
+    """Return the kind of memory of a component's arrays; None for the devices' default."""
     return HOST if waits(params) else None
 
 
 def on_devices(params: Any) -> Any:
-    """Returns a component with copies on the devices of those arrays that wait in the host's memory."""
+    """Return a component with its offloaded arrays copied to the devices."""
     if not waits(params):
         return params
     return jax.tree.map(lambda leaf: jax.device_put(leaf, on_device(leaf.sharding)), params)
 
 
 def on_device(sharding: Any) -> Any:
-    """Returns the sharding of a waiting array on the devices."""
+    """Return the sharding of an offloaded array on the devices."""
     return NamedSharding(sharding.mesh, sharding.spec) if sharding.memory_kind == HOST else sharding
 
 
 def put(array: Any, sharding: Sharding) -> Array:
-    """Puts an array, which every process has whole, on the devices; each device receives only its part."""
+    """Put an array, which every process has whole, on the devices; each device receives only its part."""
     if len(sharding.device_set) > 1 and isinstance(array, np.ndarray):
         array = np.ascontiguousarray(array)  # transposes once, not for each device
     if sharding.is_fully_addressable:
@@ -56,21 +56,21 @@ def put(array: Any, sharding: Sharding) -> Array:
 
 
 def put_all(arrays: Any, sharding: Sharding) -> Any:
-    """Puts a tree of arrays on the devices, in a single transfer if possible: each takes a tenth of a millisecond."""
+    """Put a tree of arrays on the devices, in a single transfer if possible: each takes a tenth of a millisecond."""
     if sharding.is_fully_addressable and len(sharding.device_set) == 1:
         return jax.device_put(arrays, sharding)
     return jax.tree.map(lambda array: put(array, sharding), arrays)
 
 
 def local_indices(count: int, sharding: Sharding) -> list[int]:
-    """Returns which of ``count`` rows are on this process's devices if ``sharding`` splits the first axis."""
+    """Return which of ``count`` rows are on this process's devices if ``sharding`` splits the first axis."""
     of_devices = sharding.addressable_devices_indices_map((count,)).values()
     parts = {index[0].indices(count)[:2] for index in of_devices if index is not None}
     return [row for start, stop in sorted(parts) for row in range(start, stop)]
 
 
 def local_rows(array: Array, count: int | None = None, *, shared: bool = False) -> tuple[list[int], HostArray]:
-    """Returns the indices and values of a batch's rows that this process is responsible for.
+    """Return the indices and values of a batch's rows that this process is responsible for.
 
     Args:
         array: [B, ...], split only over the first axis.
@@ -92,7 +92,7 @@ def local_rows(array: Array, count: int | None = None, *, shared: bool = False) 
 
 
 def map_parts(function: Callable[[HostArray], HostArray], array: Array) -> Array:
-    """Applies ``function`` on the host to each device's part [b, ...] of a batch; the sharding does not change."""
+    """Apply ``function`` on the host to each device's part [b, ...] of a batch; the sharding does not change."""
     parts = [(shard.device, function(jax.device_get(shard.data))) for shard in array.addressable_shards]
     shape = (array.shape[0], *parts[0][1].shape[1:])
     sharding = array.sharding

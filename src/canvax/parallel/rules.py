@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import NO_VALUE, HintWarning, InputError, warn
+from canvax.errors import HintWarning, InputError, warn
 from canvax.parallel.place import put
 from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
 from canvax.types import Array, DType
@@ -43,12 +43,12 @@ class Placement:
 
     @property
     def whole(self) -> bool:
-        """Whether every device has the whole parameter."""
+        """True if every device has the whole parameter."""
         return not any(self.spec)
 
 
 def placement(param: Param, sizes: Mapping[str, int]) -> Placement:
-    """Returns the placement of ``param`` on a mesh whose axes have these ``sizes``.
+    """Return the placement of ``param`` on a mesh whose axes have these ``sizes``.
 
     An axis whose units cannot be divided evenly stays whole: 10 heads are not split over 4 devices. The paired layer
     has the same units, so its axis stays whole too.
@@ -66,7 +66,7 @@ def placement(param: Param, sizes: Mapping[str, int]) -> Placement:
 
 
 def check_split(spec: Spec, sizes: Mapping[str, int], name: str) -> None:
-    """Checks which parameters of the denoiser the axis ``model`` of a mesh can split; ``name`` is the model's.
+    """Check which parameters of the denoiser the axis ``model`` of a mesh can split; ``name`` is the model's.
 
     A partial split is useful: SDXL on ``model=4`` needs 0.28 of the UNet's memory on each device. So it causes only a
     warning, while a mesh that splits nothing is an error. Both list the sizes that split everything.
@@ -87,13 +87,13 @@ def check_split(spec: Spec, sizes: Mapping[str, int], name: str) -> None:
     whole = [str(number) for number in range(1, math.gcd(*units) + 1) if math.gcd(*units) % number == 0]
     cure = f"sizes that split all of it: {', '.join(whole)}"
     if len(uneven) == len(units):
-        raise InputError("mesh", f"model={size}", f"splits nothing of {name}", cure)
+        raise InputError("mesh", f"splits nothing of {name}", cure=cure, value=f"model={size}")
     counts = ", ".join(map(str, uneven))
     warn(f"mesh model={size} does not divide {counts} heads or groups of {name}, which stay whole; {cure}", HintWarning)
 
 
 def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
-    """Returns shapes, dtypes and shardings of a spec's parameters on a mesh, without allocating memory."""
+    """Return shapes, dtypes and shardings of a spec's parameters on a mesh, without allocating memory."""
 
     def abstract(param: Param) -> jax.ShapeDtypeStruct:
         placed = placement(param, mesh.shape)
@@ -103,7 +103,7 @@ def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
 
 
 def place(param: Param, leaf: Any, mesh: Mesh, memory_kind: str | None = None) -> Array:
-    """Puts a parameter on the devices of a mesh; each device receives only its part.
+    """Put a parameter on the devices of a mesh; each device receives only its part.
 
     Args:
         param: its declaration.
@@ -121,7 +121,7 @@ def place(param: Param, leaf: Any, mesh: Mesh, memory_kind: str | None = None) -
 
 
 def is_on(params: Params, mesh: Mesh) -> bool:
-    """Whether all parameters, or their abstract shapes, are on a mesh, whatever their sharding."""
+    """Return whether all parameters, or their abstract shapes, are on a mesh, whatever their sharding."""
 
     def on_mesh(leaf: Any) -> bool:
         known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer)
@@ -131,7 +131,7 @@ def is_on(params: Params, mesh: Mesh) -> bool:
 
 
 def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> Params:
-    """Calls ``place`` for every parameter of a spec.
+    """Call ``place`` for every parameter of a spec.
 
     Raises:
         InputError: parameters of ``name`` are missing, unknown or have another shape; lists them.
@@ -142,7 +142,7 @@ def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> P
 
 
 def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, more: bool = False) -> None:
-    """Checks that parameters match a spec.
+    """Check that parameters match a spec.
 
     Args:
         spec: the expected parameters.
@@ -155,7 +155,7 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
         InputError: parameters are missing, unknown, have another shape or are not numbers; lists them.
     """
     if not isinstance(params, Mapping):
-        raise InputError("params", NO_VALUE, f"has {name!r}, which is {type(params).__name__}, not a dict of arrays")
+        raise InputError("params", f"has {name!r}, which is {type(params).__name__}, not a dict of arrays")
     declared, structure = jax.tree.flatten(spec)
     leaves, got = jax.tree.flatten(params)
     # User-written loops check before each step, so names are built only if something is wrong.
@@ -168,13 +168,11 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
     faults += [f"{key} {why}" for key, why in unfit.items() if why]
     if faults:
         rest = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise InputError(
-            "params", NO_VALUE, f"has {name!r}, which does not fit the model: {'; '.join(faults[:8])}{rest}"
-        )
+        raise InputError("params", f"has {name!r}, which does not fit the model: {'; '.join(faults[:8])}{rest}")
 
 
 def _unfit(param: Param, leaf: Any, stacked: bool) -> str:
-    """Returns why ``leaf``, which may be traced or abstract, does not match this parameter; "" if it does."""
+    """Return why ``leaf``, which may be traced or abstract, does not match this parameter; "" if it does."""
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         return f"is a {type(leaf).__name__}, not an array of NumPy or JAX"
     shape = leaf.shape[1:] if stacked else leaf.shape
@@ -187,7 +185,7 @@ def _unfit(param: Param, leaf: Any, stacked: bool) -> str:
 
 
 def device_bytes(spec: Spec, dtype: DType, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of a spec's parameters on each device of a mesh, in a model of this dtype."""
+    """Return the bytes of a spec's parameters on each device of a mesh, in a model of this dtype."""
     total = 0
     for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, Param)):
         placed = placement(param, sizes)

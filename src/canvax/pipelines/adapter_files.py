@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest
+from canvax.errors import CheckpointError, InputError, nearest
 from canvax.weights.safetensors import read_metadata
 
 
@@ -65,9 +65,9 @@ def file_of(folder: Path, tag: str) -> Path:
     names = files.matches(tag)
     if not names:
         there = nearest(tag, list(files.paths)) if files.paths else "it holds no safetensors file"
-        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>, and there is no such file in {folder}", there)
+        raise InputError("prompt", f"names <lora:{tag[:80]}>, and there is no such file in {folder}", cure=there)
     if len(names) > 1:
-        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>: {several(tag, names)}")
+        raise InputError("prompt", f"names <lora:{tag[:80]}>: {several(tag, names)}")
     return files.paths[names[0]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_number, nearest, warn
+from canvax.errors import HintWarning, InputError, check_number, nearest, warn
 from canvax.weights.lora import Adapter
 
 Weights = dict[str, float]
@@ -42,10 +42,7 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
             if not any(path == name or path.startswith(f"{name}.") for path in paths):
                 blocks = {".".join(path.split(".")[:end]) for path in paths for end in (1, 2, 3)}
                 raise InputError(
-                    "weight",
-                    NO_VALUE,
-                    f"has {name!r}, where the adapter changes nothing",
-                    nearest(name, sorted(blocks)),
+                    "weight", f"has {name!r}, where the adapter changes nothing", cure=nearest(name, sorted(blocks))
                 )
     return weights
 
@@ -59,7 +56,7 @@ def tell_of_odd(name: str, weights: Weights) -> None:
 def _flattened(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in table.items():
         if not isinstance(name, str) or not name:
-            raise InputError("weight", NO_VALUE, f"has {name!r:.80} where the name of a part belongs, such as 'unet'")
+            raise InputError("weight", f"has {name!r:.80} where the name of a part belongs, such as 'unet'")
         step = _LONG.get(name, name) if prefix == "unet" else name.removeprefix("block_")
         path = f"{prefix}.{step}" if prefix else step
         if isinstance(value, Mapping):
@@ -74,7 +71,7 @@ def _flattened(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, flo
 def _number(name: str, value: Any) -> float:
     number = check_number(name, value, "0.5 to 1 is usual")
     if abs(number) > MOST:
-        raise InputError(name, number, f"is beyond {MOST:g}", "0.5 to 1 is usual")
+        raise InputError(name, f"is beyond {MOST:g}", cure="0.5 to 1 is usual", value=number)
     return number
 
 
@@ -97,11 +94,7 @@ def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
     """
     weights = parse_weight(weight, None)
     if deeper := weights.keys() - {"", *components}:
-        raise InputError(
-            "adapters",
-            NO_VALUE,
-            f"has a weight of {name!r:.80} for {min(deeper)!r:.80}",
-            f"an image's weight is a number or a table by network ({', '.join(components)}); blocks have weights with "
-            "pipe.adapters.set",
-        )
+        problem = f"has a weight of {name!r:.80} for {min(deeper)!r:.80}"
+        cure = f"an image's weight is a number or a table by network ({', '.join(components)})"
+        raise InputError("adapters", problem, cure=f"{cure}; blocks have weights with pipe.adapters.set")
     return weights

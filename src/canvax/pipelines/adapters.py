@@ -98,9 +98,9 @@ def file_named(source: str, keywords: Mapping[str, Any]) -> str:
 def check_name(name: object, taken: Mapping[str, Any]) -> None:
     """Refuse what is no name, or is taken."""
     if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
-        raise InputError("name", name, "cannot be the name of an adapter", "give a word")
+        raise InputError("name", "cannot be the name of an adapter", cure="give a word", value=name)
     if name in taken:
-        raise InputError("name", name, "is loaded already", "remove it first, or set its weight with set")
+        raise InputError("name", "is loaded already", cure="remove it first, or set its weight with set", value=name)
 
 
 class _Word(NamedTuple):
@@ -261,7 +261,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             bank = Bank(self._model, self._mesh, wanted)
             if len(held) > places:
                 names = ", ".join(adapter.name for adapter in held)
-                raise InputError("places", places, f"are too few for {names}", "remove some first")
+                raise InputError("places", f"are too few for {names}", cure="remove some first", value=places)
             packed = [bank.pack(adapter.name, adapter.adapter, self._inner(adapter)) for adapter in held]
             for slot, (packed_adapter, arrays) in enumerate(zip(held, packed, strict=True)):
                 bank.put(slot, arrays)
@@ -277,12 +277,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         taken = {adapter.place: adapter.name for adapter in self._loaded.values() if adapter.place is not None}
         free = [k for k in range(bank.places.count) if k not in taken]
         if not free:
-            raise InputError(
-                "adapter",
-                loaded.name,
-                f"finds all {bank.places.count} places taken, by {', '.join(taken.values())}",
-                f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})",
-            )
+            places = bank.places
+            problem = f"has no free place: all {places.count} are used by {', '.join(taken.values())}"
+            cure = f"remove one, or call pipe.adapters.beside(rank={places.rank}, places={2 * places.count})"
+            raise InputError("adapter", problem, cure=cure, value=loaded.name)
         bank.put(free[0], bank.pack(loaded.name, loaded.adapter, self._inner(loaded, bank)))
         loaded.place, self._bank = free[0], bank
 
@@ -405,7 +403,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     @folder.setter
     def folder(self, folder: str | Path | None) -> None:
         if folder is not None and not (isinstance(folder, str | Path) and named_path("folder", folder).is_dir()):
-            raise InputError("folder", folder, "is not a folder")
+            raise InputError("folder", "is not a folder", value=folder)
         self._folder = None if folder is None else Path(folder).expanduser()
 
     @contextmanager
@@ -486,7 +484,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def _check_known(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._loaded:
             there = nearest(shown(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
-            raise InputError("adapter", name, "is not loaded", there)
+            raise InputError("adapter", "is not loaded", cure=there, value=name)
 
     def _placed(
         self,
@@ -504,7 +502,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         words: dict[str, _Word] = {}
         for embedding in embeddings:
             if embedding.name.lower() in {word.lower() for word in (*self._words, *words)}:
-                raise InputError("token", embedding.name, "is loaded already", "remove it first, or give another token")
+                raise InputError(
+                    "token", "is loaded already", cure="remove it first, or give another token", value=embedding.name
+                )
             ids = {}
             for part, vectors in embedding.vectors.items():
                 used = {i for word in (*self._words.values(), *words.values()) for i in word.ids.get(part, ())}
@@ -512,9 +512,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 if len(free) < len(vectors):
                     raise InputError(
                         "token",
-                        embedding.name,
                         f"has {len(vectors)} vectors, and {part} has room for {len(free)} more",
-                        "remove another textual inversion",
+                        cure="remove another textual inversion",
+                        value=embedding.name,
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)

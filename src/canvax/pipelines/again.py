@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from PIL import Image
 
 from canvax.call import GuidanceMethod
-from canvax.errors import NO_VALUE, HintWarning, InputError
+from canvax.errors import HintWarning, InputError
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.images.infotext import embeddings_in, settings_left
@@ -51,7 +51,9 @@ def recorded(image: Any) -> tuple[dict[str, Any], str]:
     elif isinstance(image, str | Path):
         metadata, where = read_metadata(image), str(image)
     else:
-        raise InputError("image", image, "is not an image, a file or metadata", "give the image, or result.metadata[0]")
+        raise InputError(
+            "image", "is not an image, a file or metadata", cure="give the image, or result.metadata[0]", value=image
+        )
     if "grid" in metadata:
         raise InputError(f"{where}: is a grid of several images; use one of them (canvax info lists them)")
     check_kinds(where, metadata)
@@ -94,13 +96,22 @@ def lost_settings(metadata: Mapping[str, Any]) -> dict[str, str]:
     return lost
 
 
+def unknown_settings(metadata: Mapping[str, Any]) -> list[str]:
+    """Return settings in metadata that canvax does not know, by name; with the values of another program's."""
+    unknown = sorted(metadata.keys() - KEYS.keys())
+    unknown += [f"options.{name}" for name in sorted(table_in(metadata, "options").keys() - declared(Options).keys())]
+    return unknown + [f"{name}: {value}" if value else name for name, value in settings_left(metadata).items()]
+
+
+def missing_embeddings(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the textual inversions of an image that are not in the data folder."""
+    return [f"embedding {name}" for name in embeddings_in(metadata) if name.lower() not in embedding_files()]
+
+
 def left_out(metadata: Mapping[str, Any]) -> list[str]:
-    """Return settings in metadata that canvax does not know, for messages."""
-    unknown = [repr(name) for name in sorted(metadata.keys() - KEYS.keys())]
-    unknown += [repr(name) for name in sorted(table_in(metadata, "options").keys() - declared(Options).keys())]
-    unknown += [f"{name}: {value!s:.80}" if value else name for name, value in settings_left(metadata).items()]
-    words = () if "canvax" in metadata else embeddings_in(metadata)
-    return unknown + [f"embedding {name}" for name in words if name.lower() not in embedding_files()]
+    """Return what is left out of a call that repeats an image, for messages; of canvax's images adapters are apart."""
+    unknown = [f"{text:.100}" for text in unknown_settings(metadata)]
+    return unknown + ([] if "canvax" in metadata else missing_embeddings(metadata))
 
 
 def not_repeated(metadata: Mapping[str, Any], changed: Collection[str]) -> Iterator[str]:
@@ -139,9 +150,9 @@ def compared(metadata: Mapping[str, Any], other: Mapping[str, Any], where: str) 
             if isinstance(mark, dict) and "sha256" in mark and isinstance(given, dict):
                 for part, noun in (("sha256", "image"), ("mask_sha256", "mask"), ("scale", "strength")):
                     if mark.get(part) != given.get(part):
-                        yield HintWarning(key.argument, NO_VALUE, f"{place}has another {noun} than that of {where}")
+                        yield HintWarning(key.argument, f"{place}has another {noun} than that of {where}")
             elif mark != given:
-                yield HintWarning(key.argument, NO_VALUE, f"{place}is not the one of {where}")
+                yield HintWarning(key.argument, f"{place}is not the one of {where}")
 
 
 def _entries(marks: Any) -> list[Any]:
@@ -165,7 +176,7 @@ def _needed(metadata: Mapping[str, Any], name: str, found: list[Any], where: str
     by = f" (read by {', '.join(map(str, networks))})" if networks else ""
     problem = f"is needed: {where} was made from {count} {key.noun}{'s' * (count > 1)}{by}"
     problem += f", and {len(found)} {'is' if len(found) == 1 else 'are'} given" if found else ""
-    return InputError(key.argument, NO_VALUE, problem, "name the same again")
+    return InputError(key.argument, problem, cure="name the same again")
 
 
 def other_model(metadata: Mapping[str, Any], other: Mapping[str, Any], where: str) -> Iterator[HintWarning]:
@@ -226,4 +237,4 @@ def weights_of(metadata: Mapping[str, Any], adapters: Adapters, where: str) -> d
 
 def _not_loaded(where: str, name: str, call: str) -> InputError:
     problem = f"lack {name!r:.200}, with which {where} was generated"
-    return InputError("adapters", NO_VALUE, problem, f"call {call:.400} first, or pass adapters=None to do without")
+    return InputError("adapters", problem, cure=f"call {call:.400} first, or pass adapters=None to do without")

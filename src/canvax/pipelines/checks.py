@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from canvax.call import MOST_IMAGES, Call, Tiling
-from canvax.errors import NO_VALUE, InputError, plain, refuse_tracers
-from canvax.kernels.target import half_of
+from canvax.errors import InputError, conflict, miscounted, plain, refuse_tracers
+from canvax.kernels.target import fast_16bit_dtype_of
 from canvax.noise import image_seeds
 from canvax.settings import check_setting
 from canvax.types import DType
@@ -44,10 +44,10 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
     )
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(prompts, list | tuple) and not prompts:
-        raise InputError("prompt", prompt, "is empty", "give one prompt or more")
+        raise InputError("prompt", "is empty", cure="give one prompt or more", value=prompt)
     if not isinstance(prompts, Sequence) or not all(isinstance(p, str) for p in prompts):
         cure = "write prompt={'text': array}, as pipe.encode gives it" if hasattr(prompt, "shape") else ""
-        raise InputError("prompt", prompt, "is neither a string nor a list of strings", cure)
+        raise InputError("prompt", "is neither a string nor a list of strings", cure=cure, value=prompt)
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
         cure = (
@@ -55,22 +55,21 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
             if type(negative) is int
             else "give text, such as 'blurry'"
         )
-        raise InputError("negative_prompt", negative, "is neither a string nor a list of strings", cure)
+        raise InputError("negative_prompt", "is neither a string nor a list of strings", cure=cure, value=negative)
     check_length("prompt", prompts)
     check_length("negative_prompt", negatives)
     if len(prompts) * per_prompt > MOST_IMAGES:
         raise InputError(
             "num_images_per_prompt",
-            per_prompt,
             f"for {len(prompts)} prompts makes more than {MOST_IMAGES} images at once",
-            "call the pipeline for some at a time",
+            cure="call the pipeline for some at a time",
+            value=per_prompt,
         )
     if len(negatives) != len(prompts):
         raise InputError(
             "negative_prompt",
-            NO_VALUE,
             f"has {len(negatives)} entries for {len(prompts)} prompts",
-            "give one string for all, or as many as there are prompts",
+            cure="give one string for all, or as many as there are prompts",
         )
     return (
         [p for p in prompts for _ in range(per_prompt)],
@@ -85,19 +84,17 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
     count = len(otherwise) // per_prompt
     values = [value] * count if isinstance(value, str) else value
     if not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
-        raise InputError(name, value, "is neither a string nor a list of strings")
+        raise InputError(name, "is neither a string nor a list of strings", value=value)
     check_length(name, values)
     if len(values) != count:
-        raise InputError(
-            name, NO_VALUE, f"has {len(values)} entries for {count} prompts", "give one string, or one for each"
-        )
+        raise miscounted(name, len(values), count, "prompts")
     return [v for v in values for _ in range(per_prompt)]
 
 
 def check_length(name: str, texts: Sequence[str]) -> None:
     """Refuse texts that no model reads to their end."""
     if (longest := max(map(len, texts), default=0)) > LONGEST_PROMPT:
-        raise InputError(name, NO_VALUE, f"has {longest} letters, more than {LONGEST_PROMPT}", "shorten it")
+        raise InputError(name, f"has {longest} letters, more than {LONGEST_PROMPT}", cure="shorten it")
 
 
 def check_size(name: str, value: Any, default: int, factor: int | None = None) -> int:
@@ -112,7 +109,9 @@ def check_size(name: str, value: Any, default: int, factor: int | None = None) -
     if value % step:
         usable = step if factor else FITS_ALL
         down, up = value - value % usable, value - value % usable + usable
-        raise InputError(name, value, f"is not divisible by {step}", f"use {f'{down} or ' if down else ''}{up}")
+        raise InputError(
+            name, f"is not divisible by {step}", cure=f"use {f'{down} or ' if down else ''}{up}", value=value
+        )
     return value
 
 
@@ -120,12 +119,9 @@ def check_side(argument: str, name: str, side: int, factor: int) -> None:
     """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not asked for."""
     if side % factor:
         below = side // factor * factor
-        raise InputError(
-            argument,
-            NO_VALUE,
-            f"has a {name} of {side} pixels, which is not a multiple of {factor}",
-            f"give {f'{{{name}={below}}} or ' if below else ''}{{{name}={below + factor}}}, which it is resized to",
-        )
+        problem = f"has a {name} of {side} pixels, which is not a multiple of {factor}"
+        sides = " or ".join(f"{{{name}={each}}}" for each in (below, below + factor) if each)
+        raise InputError(argument, problem, cure=f"give {sides}, which it is resized to")
 
 
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
@@ -133,14 +129,10 @@ def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
     if (value := check_setting(Call, "num_inference_steps", value)) is None:
         return listed or default
     if value > most:
-        raise InputError("num_inference_steps", value, f"is more than the {most} of the model's noise schedule")
+        raise InputError("num_inference_steps", f"is more than the {most} of the model's noise schedule", value=value)
     if listed not in (None, int(value)):
-        raise InputError(
-            "num_inference_steps",
-            value,
-            f"does not go with {listed} levels, timesteps or scales (sigmas, timesteps, guidance_steps)",
-            "leave it out",
-        )
+        why = f"they are {listed} steps"
+        raise conflict("num_inference_steps", "sigmas", "timesteps", "guidance_steps", why=why, value=value)
     return int(value)
 
 
@@ -152,7 +144,9 @@ def check_strength(value: Any) -> float:
 def check_guidance(scale: Any, default: float) -> float:
     """Guidance scale: a number that leaves an image."""
     if isinstance(scale, list | tuple) or getattr(scale, "ndim", 0):
-        raise InputError("guidance_scale", scale, "is not a number", "give one for each step with {guidance_steps}")
+        raise InputError(
+            "guidance_scale", "is not a number", cure="give one for each step with {guidance_steps}", value=scale
+        )
     return default if scale is None else float(check_setting(Call, "guidance_scale", scale))
 
 
@@ -166,14 +160,14 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         why = f" ({str(error).splitlines()[0]})" if isinstance(error, RuntimeError) else ""  # of torch, with the cure
         raise InputError(
-            name, NO_VALUE, f"is not an array of numbers{why}", f"this call needs [B, h, w, C] = {shape}"
+            name, f"is not an array of numbers{why}", cure=f"this call needs [B, h, w, C] = {shape}"
         ) from None
     if array.shape != shape or array.dtype != np.float32:
         got = f"{array.dtype} {array.shape}"
         moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * _is_nchw(array.shape, shape)
-        raise InputError(name, NO_VALUE, f"is {got}, not float [B, h, w, C] = {shape}{moved}")
+        raise InputError(name, f"is {got}, not float [B, h, w, C] = {shape}{moved}")
     if not np.isfinite(array).all():
-        raise InputError(name, NO_VALUE, "has values that are not finite")
+        raise InputError(name, "has values that are not finite")
     return array
 
 
@@ -199,15 +193,13 @@ def check_seeds(seed: Any, count: int) -> list[int]:
     refuse_tracers("seed", seed)
     if (initial := getattr(seed, "initial_seed", None)) is not None:
         cure = f"write {{generator}}, or {{seed={initial()}}} and {{noise='torch'}}"
-        raise InputError("seed", NO_VALUE, "is a generator", cure)
+        raise InputError("seed", "is a generator", cure=cure)
     seed = seed_of_key(seed)
     if not isinstance(seed, str) and getattr(seed, "ndim", 0) == 1 and hasattr(seed, "tolist"):
         seed = seed.tolist()
     if isinstance(seed, list | tuple | range):
         if len(seed) != count:
-            raise InputError(
-                "seed", NO_VALUE, f"has {len(seed)} entries for {count} images", "give one, or one for each"
-            )
+            raise miscounted("seed", len(seed), count)
         return [image_seeds(plain(seed_of_key(key), "seed"), 1)[0] for key in seed]
     return image_seeds(plain(seed, "seed"), count)
 
@@ -228,7 +220,7 @@ def seed_of_key(value: Any) -> Any:
     else:
         return value
     if words.ndim > 2:
-        raise InputError("seed", NO_VALUE, f"has keys in {words.ndim - 1} axes", "give one key, or one for each image")
+        raise InputError("seed", f"has keys in {words.ndim - 1} axes", cure="give one key, or one for each image")
     seeds = [_seed_of_words(key) for key in words.reshape(-1, words.shape[-1])]
     return seeds[0] if words.ndim == 1 else seeds
 
@@ -245,7 +237,9 @@ def check_precision(precision: str | None) -> None:
         with jax.default_matmul_precision("default" if precision is None else precision):
             pass
     except (TypeError, ValueError):
-        raise InputError("precision", precision, "is not known to JAX", "'highest' is real float32") from None
+        raise InputError(
+            "precision", "is not known to JAX", cure="'highest' is real float32", value=precision
+        ) from None
 
 
 def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:
@@ -257,4 +251,4 @@ def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return jnp.dtype(jnp.float32)
-    return jnp.dtype("bfloat16" if training else half_of(device))
+    return jnp.dtype("bfloat16" if training else fast_16bit_dtype_of(device))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,9 @@ from PIL import Image
 from canvax.call import CONTROL, OptionRecord
 from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.errors import InputError, conflict, miscounted, nearest, needs
 from canvax.families.base import Model
 from canvax.images.inputs import fingerprint, read_images
-from canvax.images.maps import control_map
 from canvax.images.masks import as_floats, resized
 from canvax.models.controlled import Control
 from canvax.models.controlnet_union import TYPES, UnionNet
@@ -71,7 +68,7 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
     sizes = {image.size for image in images}
     if len(sizes) > 1:
         raise InputError(
-            "control", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
+            "control", "has images of several sizes", cure="give {height} and {width}, which they are resized to"
         )
     ((width, height),) = sizes
     for name, side, side_length in (("height", height, asked[0]), ("width", width, asked[1])):
@@ -95,38 +92,27 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     nets = model.networks.controls
     if control is None or (isinstance(control, list | tuple) and control and all(kind is None for kind in control)):
         for name in sorted(options.changed().keys() & set(OPTIONS)):
-            raise InputError(name, NO_VALUE, "needs a control image", "give {control} as well")
+            raise needs(name, "control")
         return None
     if not nets:
         raise InputError(
             "control",
-            NO_VALUE,
             f"does not go with {model.name}, which has no ControlNet: canvax.load({model.name!r}, controlnet=...) "
             "gives it one (docs/controlnet.md)",
         )
     if options.reuse > 1:
-        raise InputError("control", NO_VALUE, "cannot be combined with reuse", "leave one out")
+        raise conflict("control", "reuse")
     if options.padding_mask_crop is not None:
-        raise InputError(
-            "control",
-            NO_VALUE,
-            "cannot be combined with padding_mask_crop: the control image is of the whole image",
-            "leave one out",
-        )
+        raise conflict("control", "padding_mask_crop", why="the control image is of the whole image")
     by_network: Sequence[Any] = [control] if len(nets) == 1 else control
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
         entries = len(control) if isinstance(control, list | tuple) else "one"
         raise InputError(
-            "control",
-            NO_VALUE,
-            f"has {entries} for {len(nets)} networks",
-            "give a list with an image for each, or None",
+            "control", f"has {entries} for {len(nets)} networks", cure="give a list with an image for each, or None"
         )
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
-            raise InputError(
-                name, NO_VALUE, f"has {len(value)} entries for {len(nets)} networks", "give one, or one for each"
-            )
+            raise miscounted(name, len(value), len(nets), "networks")
     images = {
         name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
         for (name, net), value in zip(nets, by_network, strict=True)
@@ -136,16 +122,21 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     return ControlImages(images, marks, tuple(i for i, (name, _) in enumerate(nets) if name in images))
 
 
-def strengths(model: Model, control: ControlImages, options: Options, rows: int) -> HostArray:
-    """How strong each network's layers are in each row, for the negative prompt and for the others.
+def strengths(
+    model: Model, control: ControlImages, options: Options, rows: int, names: Sequence[str] = ()
+) -> HostArray:
+    """How strong the layers of each network are in each row, for the negative prompt and for the others.
+
+    ``names`` of the networks that programs know; those that have an image, if there are none.
 
     [R, N, 2, L] float32, as ``canvax.engine.batch.Run`` has them. Outside of its window a network is 0. Layers are
     weighed as the modes say: ``guess`` from 0.1 to 1 (Zhang et al. 2023, section 3.4, and PyTorch diffusers), the
     others as A1111's extension weighs them.
     """
-    nets = [net for name, net in model.networks.controls if name in control.names]
-    out = np.zeros((rows, len(nets), 2, max(net.layers for net in nets)), np.float32)
-    for n, (place, net) in enumerate(zip(control.places, nets, strict=True)):
+    nets, names = dict(model.networks.controls), names or control.names
+    out = np.zeros((rows, len(names), 2, max(nets[name].layers for name in names)), np.float32)
+    for name, place in zip([name for name in nets if name in control.names], control.places, strict=True):
+        n, net = names.index(name), nets[name]
         scale, start, end, mode = (_of_net(getattr(options, name), place) for name in OPTIONS)
         inside = np.array([not (i / rows < start or (i + 1) / rows > end) for i in range(rows)])
         weights = scale * layer_weights(net, mode)
@@ -235,7 +226,10 @@ def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
     """
     if isinstance(value, Mapping):
         raise InputError(
-            "control", value, "names types of images, which a ControlNet-Union alone takes", "give the image itself"
+            "control",
+            "names types of images, which a ControlNet-Union alone takes",
+            cure="give the image itself",
+            value=value,
         )
     return [(Shown(image),) for image in read_images("control", value, count)]
 
@@ -255,7 +249,7 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
     if isinstance(value, Mapping):
         typed = {str(key): (_type_of(net, key), read_images("control", shown, count)) for key, shown in value.items()}
         if not typed:
-            raise InputError("control", value, "names no type of control image", _known(net))
+            raise InputError("control", "names no type of control image", cure=_known(net), value=value)
         _check_once(typed)
         several = max(len(images) for _, images in typed.values())
         return [
@@ -264,15 +258,12 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         ]
     if isinstance(value, list | tuple) and value and all(isinstance(typed, Mapping) for typed in value):
         if len(value) not in (1, count):
-            raise InputError(
-                "control", NO_VALUE, f"has {len(value)} entries for {count} images", "give one for all, or one for each"
-            )
+            raise miscounted("control", len(value), count)
         return [shown for typed in value for shown in read_typed(net, typed, 1)]
     raise InputError(
         "control",
-        NO_VALUE,
         "is not a table, as a ControlNet-Union needs: the type and the image, {'depth': image}",
-        _known(net),
+        cure=_known(net),
     )
 
 
@@ -289,22 +280,19 @@ def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
     else:
         name, colon, weight = str(key).partition(":")
         if not isinstance(key, str) or (colon and not weight):
-            raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of control image", _known(net))
+            raise InputError("control", f"has {key!r}, which is no type of control image", cure=_known(net))
     name = name.strip().lower()
     slot = TYPES.get(name, int(name) if name.isdecimal() else net.types)
     if slot >= net.types:
         close = "" if name.isdecimal() else f"{nearest(name, _names(net))}; "
-        raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of this network", f"{close}{_known(net)}")
+        raise InputError("control", f"has {key!r}, which is no type of this network", cure=f"{close}{_known(net)}")
     try:
         strength = float(weight or 1)
     except ValueError:
         strength = 0.0
     if not 0 < abs(strength) <= MOST_WEIGHT:
         raise InputError(
-            "control",
-            NO_VALUE,
-            f"has {key!r}, where {weight!r} is no weight",
-            f"write {name}:0.5, or leave the type out",
+            "control", f"has {key!r}, where {weight!r} is no weight", cure=f"write {name}:0.5, or leave the type out"
         )
     return slot, strength
 
@@ -314,7 +302,7 @@ def _check_once(typed: Mapping[str, tuple[Any, ...]]) -> None:
     for label, ((slot, _), _) in typed.items():
         if slot in first:
             raise InputError(
-                "control", NO_VALUE, f"has {first[slot]!r} and {label!r}, which are one type of the network", "give one"
+                "control", f"has {first[slot]!r} and {label!r}, which are one type of the network", cure="give one"
             )
         first[slot] = label
 
@@ -327,90 +315,3 @@ def _known(net: UnionNet) -> str:
     """The types of a network, for errors."""
     slots = [" = ".join(name for name, at in TYPES.items() if at == slot) or "-" for slot in range(net.types)]
     return "its types are " + ", ".join(f"{slot} {names}" for slot, names in enumerate(slots))
-
-
-ControlFile = tuple[str, str, str | None]
-"""A type of a ControlNet-Union or "", the file of a control image, and the map to make of it first."""
-
-ControlEntry = tuple[tuple[ControlFile, ...] | None, ...]
-"""For each network its control images, of which there are several by type; None for one that is left out."""
-
-_TYPED = re.compile(r",?([a-z_]+|[0-9]+)(:[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)?=", re.IGNORECASE)
-
-NONE = "none"
-
-
-def control_of(settings: Mapping[str, Any]) -> ControlEntry:
-    """The control images that flags or a line of a prompt file name.
-
-    Raises:
-        InputError: they are named otherwise than by text.
-    """
-    files, kinds = settings.get("control"), settings.get("control_from")
-    if files is None:
-        if kinds is not None:
-            raise InputError("control_from", kinds, "needs a control image", "give {control} as well")
-        return ()
-    files = [files] if isinstance(files, str) else files
-    kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds
-    if not isinstance(files, list) or not files or not all(isinstance(file, str | None) for file in files):
-        raise InputError("control", files, "is not the name of an image, nor a list of names")
-    if (
-        not isinstance(kinds, list)
-        or not all(isinstance(kind, str) for kind in kinds)
-        or len(kinds) not in (0, 1, len(files))
-    ):
-        raise InputError("control_from", kinds, f"is not a kind of map, or one for each of {len(files)} control images")
-    entries = []
-    for i, file in enumerate(files):
-        kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
-        made = None if kind == NONE else kind
-        entries.append(None if file in (None, NONE) else tuple((*mark, made) for mark in _by_type(file)))
-    return tuple(entries)
-
-
-def _by_type(text: str) -> list[tuple[str, str]]:
-    """Types and files of "depth=a.png,canny:0.5=b.png"; a text that begins with none is the name of a file."""
-    starts = [match for match in _TYPED.finditer(text) if match[0][0] == "," or match.start() == 0]
-    if not starts or starts[0].start() or text.startswith(","):
-        return [("", text)]
-    ends = [match.start() for match in starts[1:]] + [len(text)]
-    return [(match[0].strip(",="), text[match.end() : end]) for match, end in zip(starts, ends, strict=True)]
-
-
-def read_control(shown: Sequence[ControlFile]) -> Any:
-    """A control image, made of its file where a map was asked for; those of several types are a dict."""
-    images = {label: _read(*parts) for label, *parts in shown}
-    if len(images) < len(shown):
-        raise InputError("control", NO_VALUE, f"names a type twice: {', '.join((label for label, *_ in shown))}")
-    return images.get("", images)
-
-
-@lru_cache(maxsize=64)
-def _read(file: str, kind: str | None) -> Image.Image:
-    (image,) = read_images("control", file, 1)
-    return image if kind is None else control_map(kind, image)
-
-
-def control_files(control: ControlEntry) -> list[Image.Image]:
-    """All of its images, read."""
-    return [_read(*parts) for shown in control if shown for _, *parts in shown]
-
-
-def control_marks(control: ControlEntry) -> list[Any]:
-    """As metadata has them: for each network the SHA-256 of its image, or of those with types a dict."""
-    entries = []
-    for shown in control:
-        marks = {label: fingerprint(_read(*parts)) for label, *parts in shown or ()}
-        entries.append(marks.get("", marks) or None)
-    return entries
-
-
-def control_argument(batch: Sequence[ControlEntry]) -> Any:
-    """``control=`` of a call for images with these control images; one that all share is read once."""
-    nets = []
-    for i in range(len(batch[0])):
-        entries = [control[i] for control in batch]
-        images = [None if entry is None else read_control(entry) for entry in entries]
-        nets.append(images[0] if len(set(entries)) == 1 else images)
-    return nets if len(nets) > 1 else nets[0] if nets else None

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.compile.kinds import DENOISERS, Ready
+from canvax.denoise import InFlight
 from canvax.engine.batch import Prompts, filled
 from canvax.families.base import Model
 from canvax.models.text import Conditions, Passes, TextEncoders, TextInputs
@@ -78,10 +79,10 @@ class Encoded(NamedTuple):
     later: dict[int, Prompts]
 
 
-def conditions_of(ready: Ready) -> Mapping[str, Any]:
-    """Shapes of the conditions of a prompt, as the denoiser takes them."""
+def flight_of(ready: Ready) -> InFlight:
+    """Shapes of all that the denoiser takes of a batch."""
     denoiser = next(ready[name] for name in DENOISERS.values() if name in ready)
-    return denoiser.program.inputs[0].flight.prompts[0]
+    return denoiser.program.inputs[0].flight
 
 
 def encode(
@@ -96,7 +97,7 @@ def encode(
     split, text, lengths = over_batch(mesh), model.text, request.lengths
     batch = padded_batch(len(request.prompts), mesh)
     beside = request.beside
-    shapes = conditions_of(ready)
+    shapes = flight_of(ready).prompts[0]
     shares: tuple[Any, ...] = ()
     if beside is not None:
         shares = ({name: put(filled(beside.weights[name], batch), split) for name in text.names},)

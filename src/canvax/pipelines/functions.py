@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
@@ -56,16 +56,14 @@ def encode(
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
     if prompt_2 is not None and SECOND not in model.text.names:
-        raise InputError(
-            "prompt_2", NO_VALUE, f"does not go with {model.name}, which has one text encoder", "leave it out"
-        )
+        raise InputError("prompt_2", f"does not go with {model.name}, which has one text encoder", cure="leave it out")
     if guidance_scale is not None and not model.networks.embeds_guidance:
-        raise InputError("guidance_scale", NO_VALUE, f"is not supported by {model.name}", "leave it out")
+        raise InputError("guidance_scale", f"is not supported by {model.name}", cure="leave it out")
     options = Options(clip_skip=clip_skip, prompt_syntax=prompt_syntax)
     check_clip_skip(options.clip_skip, model)
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
-        raise InputError("prompt", prompt, "adds prompts up (AND)", "encode each of them")
+        raise InputError("prompt", "adds prompts up (AND)", cure="encode each of them", value=prompt)
     text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
     passes = passes_of(model, texts.stages[0].parts[0], text.fit(texts.lengths))
     if is_one_pass(passes):
@@ -89,14 +87,18 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
     shape = np.shape(image) if isinstance(image, Tracer | jax.Array | np.ndarray) else ()
     if isinstance(image, Tracer) or (len(shape) == 4 and shape[-1] == 3 and height is width is None):
         if (height, width) != (None, None):
-            raise InputError("image", NO_VALUE, "is traced and cannot be resized", "leave height and width out")
+            raise InputError("image", "is traced and cannot be resized", cure="leave height and width out")
         return _encode_images(_weights(model, params, "vae"), _pixels(model, image), cfg=model.vae)[0]
     image = list(image) if len(shape) == 4 else image
     count = len(image) if isinstance(image, list | tuple) else 1
     if not count:
-        raise InputError("image", [], "holds no image", "give a PIL image, a path, an array or a list of these")
+        raise InputError(
+            "image", "holds no image", cure="give a PIL image, a path, an array or a list of these", value=[]
+        )
     if image is None:
-        raise InputError("image", None, "is no image", "give a PIL image, a path, an array or a list of these")
+        raise InputError(
+            "image", "is no image", cure="give a PIL image, a path, an array or a list of these", value=None
+        )
     images = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
     assert images is not None
     pixels = jnp.asarray(np.stack([as_floats(image) for image in images.images]))
@@ -116,13 +118,13 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     if isinstance(timestep, int | float | np.ndarray | np.generic):
         schedule, times = model.scheduler.schedule, np.asarray(timestep, np.float64)
         if not np.isfinite(times).all():
-            raise InputError("timestep", timestep, "is not finite")
+            raise InputError("timestep", "is not finite", value=timestep)
         last = schedule.last_timestep
         if schedule.timestep_unit == "index" and not ((times >= 0) & (times <= last)).all():
-            raise InputError("timestep", timestep, f"is not in 0..{last}, the timesteps that the model knows")
+            raise InputError("timestep", f"is not in 0..{last}, the timesteps that the model knows", value=timestep)
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(
-            "timestep", NO_VALUE, f"has shape {timesteps.shape}", f"give one number, or one for each of {len(latents)}"
+            "timestep", f"has shape {timesteps.shape}", cure=f"give one number, or one for each of {len(latents)}"
         )
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
     return evaluate(denoiser, weights, latents, timesteps, conditions).astype(jnp.float32)
@@ -137,9 +139,7 @@ def _weights(model: Model, params: Any, component: str) -> Params:
     """The parameters of a component, traced or not."""
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
         names = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
-        raise InputError(
-            "params", NO_VALUE, f"has no {component!r} ({names!s:.80})", "pass pipe.params, or a dict like it"
-        )
+        raise InputError("params", f"has no {component!r} ({names!s:.80})", cure="pass pipe.params, or a dict like it")
     check_params(model.specs[component], params[component], component, more=True)
     return on_devices(params[component])
 
@@ -152,7 +152,7 @@ def numbers(name: str, value: Any) -> Array:
         array = None
     if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}"
-        raise InputError(name, NO_VALUE, f"is {kind}, not a number or an array of real numbers")
+        raise InputError(name, f"is {kind}, not a number or an array of real numbers")
     return array
 
 
@@ -161,25 +161,23 @@ def _pixels(model: Model, value: Any) -> Array:
     images, step = numbers("image", value), model.networks.size_step
     images = images[None] if images.ndim == 3 else images
     if images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape:
-        raise InputError("image", NO_VALUE, f"has shape {images.shape}, not [B, H, W, 3]")
+        raise InputError("image", f"has shape {images.shape}, not [B, H, W, 3]")
     if any(side % step for side in images.shape[1:3]):
         problem = f"has shape {images.shape}, whose sides are not divisible by {step}"
-        raise InputError("image", NO_VALUE, problem, "resize it")
+        raise InputError("image", problem, cure="resize it")
     if jnp.issubdtype(images.dtype, jnp.integer):
         return images.astype(jnp.float32) / 255
     if isinstance(value, np.ndarray) and not (value.min() >= 0 and value.max() <= 1):  # a device is not asked
-        raise InputError("image", NO_VALUE, "has values outside 0..1", "scale it, or give uint8")
+        raise InputError("image", "has values outside 0..1", cure="scale it, or give uint8")
     return images.astype(jnp.float32)
 
 
 def _latents(model: Model, value: Any) -> Array:
     latents, channels = numbers("latents", value), model.vae.latent_channels
     if latents.ndim != 4 or latents.shape[-1] != channels:
-        raise InputError("latents", NO_VALUE, f"has shape {latents.shape}, not [B, h, w, {channels}] numbers")
+        raise InputError("latents", f"has shape {latents.shape}, not [B, h, w, {channels}] numbers")
     if 0 in latents.shape:
-        raise InputError(
-            "latents", NO_VALUE, f"has shape {latents.shape} and holds no image", "give those of at least one"
-        )
+        raise InputError("latents", f"has shape {latents.shape} and holds no image", cure="give those of at least one")
     return latents
 
 
@@ -187,20 +185,20 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     """Refuse what is not the conditions of ``count`` latents, without looking at a value: they may be traced."""
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
-        raise InputError("conditions", conditions, "is not a dict of arrays", cure)
+        raise InputError("conditions", "is not a dict of arrays", cure=cure, value=conditions)
     networks = model.networks
     text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
     loop = networks.packing.shape(networks.latent_shape(count, *model.native_size))
     shapes = {**text, **networks.denoiser.inputs(loop, text, jnp.dtype).conditions}
     if unknown := sorted(map(repr, conditions.keys() - shapes.keys())):
-        raise InputError("conditions", NO_VALUE, f"has {', '.join(unknown)}, which {model.name} does not read", cure)
+        raise InputError("conditions", f"has {', '.join(unknown)}, which {model.name} does not read", cure=cure)
     for name, leaf in shapes.items():
         if name not in conditions:
             if name == "guidance":  # the network does without
                 continue
-            raise InputError("conditions", NO_VALUE, f"has no {name!r}", cure)
+            raise InputError("conditions", f"has no {name!r}", cure=cure)
         array, (_, *rest) = numbers(f"conditions[{name!r}]", conditions[name]), leaf.shape
         alike = array.ndim == leaf.ndim and len(array) in (1, count)
         if not alike or (rest and array.shape[-1] != rest[-1]):
             shape = f"[{', '.join([str(count), *['T'] * (len(rest) - 1), *map(str, rest[-1:])])}]"
-            raise InputError("conditions", NO_VALUE, f"has {name!r} of shape {array.shape}, not {shape}", cure)
+            raise InputError("conditions", f"has {name!r} of shape {array.shape}, not {shape}", cure=cure)

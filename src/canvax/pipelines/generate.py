@@ -13,13 +13,22 @@ from PIL import Image
 
 from canvax._version import __version__
 from canvax.call import HIRES_STRENGTHS, MAX_SIDE
+from canvax.compile.additions import (
+    DeepFeatures,
+    Keeps,
+    ReadsControls,
+    ReadsImage,
+    ReadsImagePrompts,
+    ReadsReferences,
+)
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
+from canvax.errors import Cancelled, CanvaxError, InputError, conflict, shown
 from canvax.families.base import Model
+from canvax.guidance import reads_negative
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import entry
@@ -59,15 +68,17 @@ def text_to_image(
     began, clock = time.perf_counter(), Clock()
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
     if spread and keeps(model, request) and request.options.mask_blend == "renoised":
-        raise InputError("mask_blend", "renoised", "does not go with several processes", "use 'denoised'")
-    display = Display(shown=multihost.leads(mesh) and request.options.progress)
+        raise InputError("mask_blend", "does not go with several processes", cure="use 'denoised'", value="renoised")
+    display = Display(shown=multihost.is_main_process(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
     ready = programs.ready(params, latents, kinds, display.announce)
     check_programs(((compiled.program.name, compiled.executable) for compiled in ready.values()), mesh, cure)
 
     with clock("encode"):
-        batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
+        state, keep = prepare(model, programs, params, request, ready, table, deep, tables)
+        batch = Batch(ready, params, mesh, latents)
+        batch.begin(state)
     with clock("denoise"):
         is_steered = denoise(batch, request, table, display, spread=spread, keep=keep)
         samples, rows = batch.samples, None
@@ -110,24 +121,25 @@ def text_to_image(
 def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, Kinds]:
     """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
     table = sampler_table(model, request)
-    guided = guided_rows(table, guided=request.guided) | request.composed
+    rule = request.rule
+    guided = guided_rows(table, guided=request.guided) | reads_negative(rule)
     deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
     way = "tiled" if is_tiled(request.height, request.width, request.options.tiling) else "whole"
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
-        deep_layers=deep.layers if deep else 0,
-        known=keeps(model, request) and request.options.mask_blend == "denoised",
+        guidance=rule,
         decoder=None if request.options.denoising_end < 1 else way,
-        image_encoder=None if request.init_images is None or request.init_images.latents is not None else way,
         lengths=request.lengths,
-        parts=request.texts.parts if request.composed else 0,
-        method=request.options.guidance_method if request.guided else "cfg",
-        perturbs=request.options.pag_scale > 0,
-        controls=request.control.names if request.control else (),
-        image_prompts=request.image_prompts.kinds if request.image_prompts else (),
-        sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
         places=request.beside.places if request.beside else None,
-        references=request.references.sizes if request.references else (),
+    )
+    prompts, init = request.image_prompts, request.init_images
+    kinds = kinds.adding(
+        deep and DeepFeatures(deep.layers),
+        keeps(model, request) and request.options.mask_blend == "denoised" and Keeps(),
+        init and init.latents is None and ReadsImage(way),
+        request.control and ReadsControls(request.control.names),
+        prompts and ReadsImagePrompts(prompts.kinds, prompts.sees(guided=request.guided)),
+        request.references and ReadsReferences(request.references.sizes),
     )
     return table, deep, kinds
 
@@ -210,18 +222,18 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
     if isinstance(returned, Mapping):
         if returned.get("latents") is None:
             problem = f"returned a dict of {sorted(map(str, returned))!s:.80}"
-            raise InputError("callback", NO_VALUE, problem, "return {'latents': array}")
+            raise InputError("callback", problem, cure="return {'latents': array}")
         returned = returned["latents"]
     if returned is not None and not (isinstance(returned, list | tuple) or getattr(returned, "ndim", 0)):
         cure = f"return None to go on, False to stop, or latents {list(shape)}"
-        raise InputError("callback", NO_VALUE, f"returned {shown(returned)}", cure)
+        raise InputError("callback", f"returned {shown(returned)}", cure=cure)
     try:
         latents = check_latents(returned, shape)
     except InputError as error:
-        raise InputError("callback", NO_VALUE, f"returned what {error.problem}", error.cure) from None
+        raise InputError("callback", f"returned what {error.problem}", cure=error.cure) from None
     if latents is None or spread:
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"
-        raise InputError("callback", NO_VALUE, f"returned {type(returned).__name__}, which cannot be used: {why}")
+        raise InputError("callback", f"returned {type(returned).__name__}, which cannot be used: {why}")
     return latents
 
 
@@ -238,7 +250,7 @@ def two_passes(
     larger = second_pass(model, request)
     if multihost.is_spread(programs.mesh):
         raise InputError(
-            "hires", request.options.hires, "does not go with several processes: no process has all images"
+            "hires", "does not go with several processes: no process has all images", value=request.options.hires
         )
     first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
     second = text_to_image(model, programs, params, enlarged(larger, first.pixels, first.latents), cure, counts)
@@ -278,16 +290,18 @@ def second_pass(model: Model, request: Request) -> Request:
     if request.init_images is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
         given = "an image" if request.init_images.fingerprints else f"{model.name}, an inpainting model"
-        raise InputError("hires", options.hires, f"cannot be combined with {given}", cure)
+        raise InputError("hires", f"cannot be combined with {given}", cure=cure, value=options.hires)
     if options.denoising_start or options.denoising_end < 1:
-        raise InputError(
-            "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
-        )
+        raise conflict("hires", "denoising_start", "denoising_end", value=options.hires)
     height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
-        raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
+        raise InputError(
+            "hires", f"leaves {width} x {height} pixels as they are", cure="1.5 or 2 is usual", value=options.hires
+        )
     if max(height, width) > MAX_SIDE:
-        raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
+        raise InputError(
+            "hires", f"makes {width} x {height} pixels, more than {MAX_SIDE}", cure="use less", value=options.hires
+        )
     sampler = request.sampler if options.hires_sampler is None else options.hires_sampler
     for name, given in (
         ("guidance_steps", options.guidance_steps),
@@ -296,15 +310,15 @@ def second_pass(model: Model, request: Request) -> Request:
         ("sampler", isinstance(sampler, SamplerTable)),
     ):
         if given:
-            other = "give {hires_sampler}, or leave hires out" if name == "sampler" else "leave one of them out"
-            raise InputError(name, NO_VALUE, "is for the steps of one pass and does not go with hires", other)
+            cure = "give {hires_sampler}, or leave one out" if name == "sampler" else "leave one out"
+            raise conflict(name, "hires", why="it is for the steps of one pass", cure=cure)
     most = model.scheduler.schedule.alphas_cumprod.size
     steps = request.steps if options.hires_steps is None else options.hires_steps
     strength = HIRES_STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
     try:
         whole, skipped = steps_of_strength(strength, steps, "exact", most)
     except InputError as error:
-        raise InputError("hires_steps", steps, error.problem, error.cure) from None
+        raise InputError("hires_steps", error.problem, cure=error.cure, value=steps) from None
     # A text that changes on the way has become its last one.
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
@@ -330,7 +344,7 @@ def second_pass(model: Model, request: Request) -> Request:
         sampler_table(model, larger)
     except InputError as error:  # of settings that another sampler has not
         problem = f"{error.problem} (of hires_sampler={sampler!r})" if options.hires_sampler else error.problem
-        raise InputError(error.argument, error.value, problem, error.cure) from None
+        raise InputError(error.argument, problem, cure=error.cure, value=error.value) from None
     return larger
 
 

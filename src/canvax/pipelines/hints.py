@@ -9,7 +9,7 @@ import numpy as np
 
 from canvax import settings
 from canvax.call import STRENGTH
-from canvax.errors import NO_VALUE, HintWarning, warn
+from canvax.errors import HintWarning, warn
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
@@ -20,13 +20,13 @@ from canvax.samplers.solvers import euler
 from canvax.samplers.table import NOISE, SamplerTable
 
 FAR = 2.0
-"""Times as many pixels as a model was trained for, or as few, from which images suffer."""
+"""Images suffer if they have this many times more, or fewer, pixels than the model was trained for."""
 
 ODD = 5.0
-"""Times as much spread as noise has, or as little, that it has not even where an inversion of few steps made it."""
+"""Latents whose standard deviation differs from 1 by more than this factor are no noise, even of a coarse inversion."""
 
 BURNT = 50
-"""A guidance scale beyond all use."""
+"""A guidance scale above which every image is over-saturated."""
 
 LISTED = 5
 OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
@@ -36,7 +36,7 @@ _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
 _WORDS = re.compile(
     r"\b(?:AND|BREAK)\b|\(\([^()]{1,80}\)\)|\[\[[^][]{1,80}\]\]|\[[^][|]{0,80}:\d*\.?\d+\]|\[[^][|]{1,80}(?:\|[^][|]{1,80})+\]"
 )
-"""What A1111 reads as more than words, beside weights."""
+"""Syntax of A1111's prompts, except weights."""
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
@@ -90,11 +90,11 @@ def idle(model: Model, request: Request) -> Iterator[HintWarning]:
     there = _there(model, request)
     for name, needed in settings.idle(request.options, {name: holds for name, (holds, _) in there.items()}):
         needs = there[needed][1] if needed in there else f"without {needed}"
-        yield HintWarning(name, NO_VALUE, f"has no effect {needs}")
+        yield HintWarning(name, f"has no effect {needs}")
     of_noise = sorted(request.options.settings.keys() & OF_NOISE)
     if of_noise and not sampler_table(model, request).M[:, :, NOISE].any():
         problem = f"has {', '.join(of_noise)}, which has no effect without noise that the sampler adds (s_churn, eta)"
-        yield HintWarning("sampler_settings", NO_VALUE, problem)
+        yield HintWarning("sampler_settings", problem)
 
 
 def hints(model: Model, request: Request) -> Iterator[HintWarning]:
@@ -109,7 +109,10 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         near = [(word, model.concepts.nearest(word)) for word in unknown[:LISTED]]
         listed = ", ".join(f"{word} (near: {known})" if known else word for word, known in near)
         problem = f"has words that {model.name} has never seen: {listed}{rest}"
-        yield HintWarning("prompt", NO_VALUE, problem, f"canvax info {model.name} --prompts lists what it knows")
+        yield HintWarning("prompt", problem, cure=f"canvax info {model.name} --prompts lists what it knows")
+    elif things := next(filter(None, map(model.concepts.things, prompts)), None):
+        problem = f"names {' and '.join(things)}, and {model.name} draws one thing in an image"
+        yield HintWarning("prompt", problem, cure="name one of them")
     (tall, wide), pixels = model.native_size, request.height * request.width
     if not tall * wide / FAR <= pixels <= tall * wide * FAR:
         wrong = "repeat themselves" if pixels > tall * wide else "are poor"
@@ -117,59 +120,63 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
         )
     if options.reuse > 1 and work(model, request)[1] is None:
-        yield HintWarning("reuse", options.reuse, "has no effect in so few steps: the first two compute everything")
+        yield HintWarning(
+            "reuse", "has no effect in so few steps: the first two compute everything", value=options.reuse
+        )
     yield from idle(model, request)
     if request.embeds[0] is not None and request.embeds[1] is None and request.guided:
         for name in sorted(options.changed().keys() & {"prompt_syntax", "clip_skip"}):
-            yield HintWarning(name, NO_VALUE, "acts on the negative prompt alone, since the prompt is encoded")
+            yield HintWarning(name, "acts on the negative prompt alone, since the prompt is encoded")
     scale, usual = request.guidance, f"{model.defaults.guidance_scale:g} is usual"
     if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
-        yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.guidance_off:g} does", usual)
+        yield HintWarning(
+            "guidance_scale", f"switches guidance off, as {request.guidance_off:g} does", cure=usual, value=scale
+        )
     if scale > BURNT and not options.guidance_steps:
-        yield HintWarning("guidance_scale", scale, "burns the image", usual)
+        yield HintWarning("guidance_scale", "over-saturates the image", cure=usual, value=scale)
     if model.networks.denoiser.facts.distilled and scale > request.guidance_off:
-        yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
+        yield HintWarning(
+            "guidance_scale", f"has no effect: {model.name} is distilled and needs no guidance", value=scale
+        )
     sampler = model.scheduler.spec if request.sampler is None else request.sampler
     spec = None if isinstance(sampler, SamplerTable) else spec_of(sampler)[0]
     if model.networks.denoiser.facts.flow_map and spec and spec.solver is not euler:
         problem = f"is {spec.label}, and {model.name} was distilled for the steps of Euler"
-        yield HintWarning("sampler", NO_VALUE, problem, "leave it out, or take {sampler='flow_euler'}")
+        yield HintWarning("sampler", problem, cure="leave it out, or take {sampler='flow_euler'}")
     if options.guidance_steps and scale != model.defaults.guidance_scale:
-        yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")
+        yield HintWarning("guidance_scale", "has no effect: guidance_steps replace it", value=scale)
     if _forgets(request.init_images):
         yield HintWarning(
-            "strength", 1, "begins from noise alone and keeps nothing of the image", "give {strength=0.6}"
+            "strength", "begins from noise alone and keeps nothing of the image", cure="give {strength=0.6}", value=1
         )
     init = request.init_images
     begins = init is not None and init.fingerprints and not init.masks and init.strength == STRENGTH
     if begins and model.networks.controls and request.control is None:
         problem = f"is what the run begins from, at a strength of {STRENGTH:g}; no control network reads it"
-        yield HintWarning("image", NO_VALUE, problem, "what such a network reads is {control=image}")
+        yield HintWarning("image", problem, cure="what such a network reads is {control=image}")
     least = 128 if options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.init_images.masks if request.init_images else ())):
-        yield HintWarning("mask", NO_VALUE, "is black, so the image stays as it is", "paint white what to generate")
+        yield HintWarning("mask", "is black, so the image stays as it is", cure="paint white what to generate")
     if (spread := _odd_spread(request)) is not None:
         yield HintWarning(
             "latents",
-            NO_VALUE,
             f"has a standard deviation of {spread:.3g}, and the noise a run begins with has 1",
-            "give noise, or with {denoising_start} latents of a run that stopped",
+            cure="give noise, or with {denoising_start} latents of a run that stopped",
         )
     if not request.guided and not request.embedded and any(request.negatives):
         off = "guidance_steps" if options.guidance_steps else f"a guidance scale of {scale:g}"
         yield HintWarning(
             "negative_prompt",
-            NO_VALUE,
             f"is not read with {off}",
-            f"give more than {request.guidance_off:g}, or leave it out",
+            cure=f"give more than {request.guidance_off:g}, or leave it out",
         )
     if request.embedded and any(request.negatives):
         problem = f"is not read by {model.name}, which is not guided by one"
-        yield HintWarning("negative_prompt", NO_VALUE, problem)
+        yield HintWarning("negative_prompt", problem)
     times, side = options.hires, request.height
     if times > 1 and side * times != (larger := larger_side(model, side, times)):
         problem = f"makes {larger} of {side} pixels: sizes are multiples of {max(8, model.networks.size_step)}"
-        yield HintWarning("hires", times, problem)
+        yield HintWarning("hires", problem, value=times)
     negatives = list(filter(None, dict.fromkeys(request.negatives)))
     second = [prompt for prompt in dict.fromkeys(request.hires_prompts) if prompt not in prompts]
     yield from _of_words(list(prompts), negatives, second, syntax, added)
@@ -184,7 +191,7 @@ def _of_words(
     """
 
     def as_text(words: str, cure: str, name: str = "prompt") -> HintWarning:
-        return HintWarning(name, NO_VALUE, f"has {words}, which is read as text", cure)
+        return HintWarning(name, f"has {words}, which is read as text", cure=cure)
 
     if network := _first(NETWORK, prompts):
         yield as_text(

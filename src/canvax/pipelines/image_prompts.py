@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from canvax.compile.kinds import PromptKind, Ready
+from canvax.compile.additions import PromptKind
+from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
-from canvax.errors import NO_VALUE, InputError, shown
+from canvax.errors import InputError, conflict, shown
 from canvax.families.base import Model
 from canvax.images.inputs import clip_square, entry, fingerprint, read_images
 from canvax.images.masks import resized, rounded
@@ -57,12 +57,10 @@ class ImagePrompt:
 
     def __post_init__(self) -> None:
         if (self.image is None) == (self.embeds is None):
-            raise InputError("image_prompt", NO_VALUE, "needs an image or embeds, one of the two")
+            raise InputError("image_prompt", "is neither image nor embeds, or both", cure="give one of them")
         if isinstance(self.adapter, bool) or not isinstance(self.adapter, int) or self.adapter < 0:
             raise InputError(
-                "image_prompt",
-                NO_VALUE,
-                f"has adapter={shown(self.adapter)}, which is not 0, the first adapter, or a later one",
+                "image_prompt", f"has adapter={shown(self.adapter)}, which is not 0, the first adapter, or a later one"
             )
         if not isinstance(self.scale, Mapping | list | tuple | np.ndarray):
             _number("scale", self.scale)
@@ -172,33 +170,28 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
     if not model.networks.ip_adapters:
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"does not go with {model.name}, which has no IP-Adapter",
-            "pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
+            cure="pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
         )
     values = list(value) if isinstance(value, list | tuple) else [value]
     records = [value for value in values if isinstance(value, ImagePrompt)]
     if any(isinstance(inner, ImagePrompt) for value in values if isinstance(value, list | tuple) for inner in value):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             "has lists of ImagePrompts: one is for all images of the call, and "
             "canvax.ImagePrompt([first, second], scale=[0.5, 1]) gives each image its own",
         )
     if records and len(records) < len(values):
-        raise InputError(
-            "image_prompt", NO_VALUE, "has images and ImagePrompts", "give canvax.ImagePrompt(image) for each"
-        )
+        raise InputError("image_prompt", "has images and ImagePrompts", cure="give canvax.ImagePrompt(image) for each")
     if not records and isinstance(value, list | tuple) and len(values) not in (1, count):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"has {len(values)} images for {count} images of the call: a list of images is one for "
             "each. For several at once give a list of canvax.ImagePrompt(image)",
         )
     records = records or [ImagePrompt(value)]
     if len(records) > MOST:
-        raise InputError("image_prompt", NO_VALUE, f"has {len(records)} entries", f"a call takes {MOST}")
+        raise InputError("image_prompt", f"has {len(records)} entries", cure=f"a call takes {MOST}")
     adapters = dict(model.networks.ip_adapters)
     prompts = [_checked(model, record, count) for record in records]
     for name in adapters:
@@ -206,24 +199,16 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
             prompt.embeds.shape[1:] for prompt in prompts if prompt.component == name and prompt.embeds is not None
         }
         if len(shapes) > 1:
-            raise InputError(
-                "image_prompt", NO_VALUE, f"has embeds of several shapes {sorted(shapes)}", "give all the same"
-            )
+            raise InputError("image_prompt", f"has embeds of several shapes {sorted(shapes)}", cure="give all the same")
     if options.padding_mask_crop is not None and any(prompt.masks for prompt in prompts):
-        raise InputError(
-            "image_prompt",
-            NO_VALUE,
-            "cannot be combined with a mask and padding_mask_crop: masks are of the whole image",
-            "leave one out",
-        )
+        raise conflict("image_prompt", "padding_mask_crop", why="its masks are of the whole image")
     encoder = model.networks.image_encoder
     image_prompts = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)
     if encoder is None and image_prompts.sees(guided=True):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             "needs an image encoder, and this pipeline has none (image_encoder=False)",
-            "give embeds, and negative_embeds where the adapter is not a plain one",
+            cure="give embeds, and negative_embeds where the adapter is not a plain one",
         )
     return image_prompts
 
@@ -233,9 +218,7 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     at = prompt.adapter
     if at >= len(nets):
         raise InputError(
-            "image_prompt",
-            NO_VALUE,
-            f"has adapter={at!r}, which is not one of 0..{len(nets) - 1}, those of this pipeline",
+            "image_prompt", f"has adapter={at!r}, which is not one of 0..{len(nets) - 1}, those of this pipeline"
         )
     component, net = nets[at]
     images = [] if prompt.image is None else read_images("image_prompt", prompt.image, count)
@@ -248,15 +231,14 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     if embeds is not None and negative is not None and embeds.shape[1:] != negative.shape[1:]:
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"has embeds of shape {embeds.shape} and negative_embeds of shape {negative.shape}",
-            "give the same",
+            cure="give the same",
         )
     masks = [] if prompt.mask is None else read_images("image_prompt's mask", prompt.mask, count, grey=True)
     raw_scales = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
     if len(raw_scales) not in (1, count):
         raise InputError(
-            "image_prompt", NO_VALUE, f"has {len(raw_scales)} scales for {count} images", "give one, or one for each"
+            "image_prompt", f"has {len(raw_scales)} scales for {count} images", cure="give one, or one for each"
         )
     scales = np.stack([layer_scales(scale, net) for scale in raw_scales])
     marks = [fingerprint(image) for image in images]
@@ -271,30 +253,24 @@ def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: in
     try:
         array = np.asarray(value, np.float32)
     except (TypeError, ValueError):
-        raise InputError(
-            "image_prompt", NO_VALUE, f"has {name}={value!r:.80}, which is not an array of numbers"
-        ) from None
+        raise InputError("image_prompt", f"has {name}={value!r:.80}, which is not an array of numbers") from None
     wanted = ("D",) if net.kind == "plain" else ("T", "D")
     if array.ndim == len(wanted):
         array = array[None]
     if array.ndim != 1 + len(wanted) or array.shape[-1] != net.reads or array.shape[0] not in (1, count):
         sizes = f"[n, {net.reads}]" if net.kind == "plain" else f"[n, {tokens or 'T'}, {net.reads}]"
         raise InputError(
-            "image_prompt",
-            NO_VALUE,
-            f"has {name} of shape {np.shape(value)}",
-            f"this adapter reads {sizes}, n 1 or {count}",
+            "image_prompt", f"has {name} of shape {np.shape(value)}", cure=f"this adapter reads {sizes}, n 1 or {count}"
         )
     most = tokens or 4096
     if net.kind != "plain" and (array.shape[1] != tokens if tokens else not 1 <= array.shape[1] <= most):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"has {name} with {array.shape[1]} features of an image",
-            f"CLIP makes {tokens or 'fewer'}",
+            cure=f"CLIP makes {tokens or 'fewer'}",
         )
     if not np.isfinite(array).all():
-        raise InputError("image_prompt", NO_VALUE, f"has {name} with numbers that are not finite")
+        raise InputError("image_prompt", f"has {name} with numbers that are not finite")
     return array
 
 
@@ -316,9 +292,7 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
     out = np.zeros(len(layers), np.float32)
     for name, value in scale.items():
         if name not in parts:
-            raise InputError(
-                "image_prompt", NO_VALUE, f"has a scale for {name!r}", "parts of the UNet are down, mid and up"
-            )
+            raise InputError("image_prompt", f"has a scale for {name!r}", cure="parts of the UNet are down, mid and up")
         counts = {block: count for (part, block), count in depths.items() if part == parts[name]}
         blocks = value if isinstance(value, Mapping) else {f"block_{block}": value for block in counts}
         if name == "mid":
@@ -329,13 +303,11 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
             where = f"scale[{name!r}][{key!r}]"
             if block is None:
                 names = ", ".join(f"block_{count}" for count in counts)
-                raise InputError(
-                    "image_prompt", NO_VALUE, f"has {where}, and {name} has attentions in {names or 'no block'}"
-                )
+                raise InputError("image_prompt", f"has {where}, and {name} has attentions in {names or 'no block'}")
             numbers = list(each) if isinstance(each, list | tuple) else [each]
             if len(numbers) not in (1, counts[block]):
                 raise InputError(
-                    "image_prompt", NO_VALUE, f"has {where} with {len(numbers)} entries for {counts[block]} attentions"
+                    "image_prompt", f"has {where} with {len(numbers)} entries for {counts[block]} attentions"
                 )
             numbers = numbers * counts[block] if len(numbers) == 1 else numbers
             for i, layer in enumerate(layers):
@@ -346,11 +318,9 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not abs(value) < math.inf:
-        raise InputError(
-            "image_prompt", NO_VALUE, f"has {name}={value!r:.80}, which is not a number", "1 is as trained"
-        )
+        raise InputError("image_prompt", f"has {name}={value!r:.80}, which is not a number", cure="1 is as trained")
     if not -10 <= value <= 10:
-        raise InputError("image_prompt", NO_VALUE, f"has {name}={value!r}, which is not in -10..10", "1 is as trained")
+        raise InputError("image_prompt", f"has {name}={value!r}, which is not in -10..10", cure="1 is as trained")
     return float(value)
 
 
@@ -491,108 +461,3 @@ def _first(output: Any) -> HostArray:
 
 def _spread(rows: HostArray, count: int) -> HostArray:
     return np.broadcast_to(rows, (count, *rows.shape[1:])) if len(rows) == 1 else rows
-
-
-NONE = "none"
-SETTINGS = ("ip_image", "ip_mask")
-
-
-class FilePrompt(NamedTuple):
-    """An image prompt in files; ``mask`` None for everywhere, ``adapter`` counted from 0."""
-
-    file: str
-    scale: float
-    mask: str | None
-    adapter: int
-
-
-def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePrompt, ...]:
-    """The image prompts that flags or a line of a prompt file name, for so many adapters.
-
-    Raises:
-        InputError: they are named otherwise than by text, or are not as many as they have to be.
-    """
-    files, masks = (_listed(name, settings.get(name)) for name in SETTINGS)
-    if not files:
-        if masks:
-            raise InputError("ip_mask", NO_VALUE, "has no effect without an image prompt", "give {ip_image} as well")
-        return ()
-    if not adapters:
-        raise InputError(
-            "ip_image", NO_VALUE, "needs an IP-Adapter", "name the adapter that reads the image with {ip_adapter}"
-        )
-    if adapters > 1 and len(files) != adapters:
-        raise InputError(
-            "ip_image",
-            NO_VALUE,
-            f"has {len(files)} images for {adapters} adapters",
-            "give one image for each, in their order",
-        )
-    if masks and len(masks) != len(files):
-        raise InputError(
-            "ip_mask",
-            NO_VALUE,
-            f"has {len(masks)} masks for {len(files)} images",
-            "give one for each; none for no mask",
-        )
-    prompts = []
-    for i, text in enumerate(files):
-        file, scale = _with_scale(text)
-        mask = masks[i] if masks and masks[i] != NONE else None
-        prompts.append(FilePrompt(file, scale, mask, i if adapters > 1 else 0))
-    return tuple(prompts)
-
-
-def _listed(name: str, value: Any) -> list[str]:
-    values = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise InputError(name, value, "is not the name of an image, nor a list of names")
-    return values
-
-
-def _with_scale(text: str) -> tuple[str, float]:
-    """``photo.png:0.6`` as its parts; 1 where there is no strength."""
-    file, colon, number = text.rpartition(":")
-    if colon and file:
-        try:
-            return file, float(number)
-        except ValueError:  # a name with a colon in it
-            if os.path.isfile(file) and not os.path.exists(text):
-                raise InputError(
-                    "ip_image", text, f"ends in {number!r}, which is not a strength", f"write {file}:0.6"
-                ) from None
-    return text, 1.0
-
-
-@lru_cache(maxsize=64)
-def read(name: str, file: str, *, grey: bool = False) -> Image.Image:
-    """An image, whichever prompts share it."""
-    return read_images(name, file, 1, grey=grey)[0]
-
-
-def read_all(prompts: Sequence[FilePrompt]) -> None:
-    """Read every file, before anything is loaded."""
-    for prompt in prompts:
-        read("ip_image", prompt.file)
-        if prompt.mask is not None:
-            read("ip_mask", prompt.mask, grey=True)
-
-
-def structure(prompts: Sequence[FilePrompt]) -> tuple[Any, ...]:
-    """What image prompts of images in one call must have in common."""
-    return tuple((prompt.adapter, prompt.mask is None) for prompt in prompts)
-
-
-def image_prompt_argument(batch: Sequence[Sequence[FilePrompt]]) -> Any:
-    """``image_prompt=`` of a call for images with these image prompts."""
-
-    def shared(values: list[Any]) -> Any:
-        return values[0] if all(value is values[0] or value == values[0] for value in values) else values
-
-    prompts = []
-    for entries in zip(*batch, strict=True):
-        images = shared([read("ip_image", prompt.file) for prompt in entries])
-        masks = [prompt.mask and read("ip_mask", prompt.mask, grey=True) for prompt in entries]
-        mask = None if masks[0] is None else shared(masks)
-        prompts.append(ImagePrompt(images, shared([prompt.scale for prompt in entries]), mask, entries[0].adapter))
-    return prompts or None

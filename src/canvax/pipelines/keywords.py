@@ -51,7 +51,8 @@ class OptionFields(TypedDict, total=False):
     guidance_rescale: float
     """Against over-exposure at high guidance, as in Lin et al. 2024."""
     guidance_method: GuidanceFunction | GuidanceMethod
-    """Kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function; see docs/guidance.md."""
+    """Kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function or a rule; see
+    docs/guidance.md."""
     guidance_settings: Mapping[str, Any] | Sequence[str]
     """A number of the kind of guidance, such as norm=2.5."""
     pag_scale: float
@@ -59,8 +60,8 @@ class OptionFields(TypedDict, total=False):
     pag_adaptive_scale: float
     """How much of pag_scale goes with each timestep."""
     reuse: int
-    """Compute the whole UNet only in every N-th evaluation and forecast between (DeepCache, TaylorSeer); one more
-    program."""
+    """Compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others (DeepCache,
+    TaylorSeer); one more program."""
     reuse_layers: int
     """With reuse: outermost skip connections that are always computed; one program for each value."""
     tiling: Tiling
@@ -78,17 +79,17 @@ class OptionFields(TypedDict, total=False):
     strength_rule: StrengthRule
     """Which steps a strength runs: as diffusers, a1111 or exact have it."""
     image_encoding: ImageEncoding | None
-    """Latents of the image: the mean that the encoder gives, or a sample by the seed."""
+    """Latents of the image: the encoder's mean, or a random sample by the seed."""
     mask_mode: MaskMode
     """Grey in a mask: hard rounds it, soft mixes, graded begins later."""
     mask_blur: float
     """Blur of the mask's edges, a standard deviation in pixels."""
     mask_fill: MaskFill
-    """What the masked part is at first: original, fill, noise or nothing."""
+    """Initial content of the masked part: original, fill, noise or nothing."""
     mask_blend: MaskBlend
     """How the rest is kept: in the denoised image or, as diffusers does, renoised in the latents."""
     padding_mask_crop: int | None
-    """Generate the masked part alone, at the size of a whole image, with so much around it."""
+    """Generate only the masked part, enlarged to the full size, with this many pixels around it."""
     outpaint: str | Sequence[int] | Mapping[str, int] | None
     """Add pixels on these sides of an image: left=64,right=64."""
     control_scale: float | Sequence[float]
@@ -100,11 +101,11 @@ class OptionFields(TypedDict, total=False):
     control_mode: ControlMode | Sequence[ControlMode]
     """What matters more: balanced, the prompt, the control image; guess needs no prompt."""
     variation_seed: int | None
-    """Another seed, towards whose noise the initial noise goes."""
+    """Mix the noise of this seed into the initial noise."""
     variation_strength: float
-    """How far the noise goes towards that of the variation seed."""
+    """How much of the variation seed's noise to mix in."""
     seed_size: tuple[int, int] | None
-    """The size whose composition the seed gives at another size."""
+    """Keep the composition that the seed gives at this size."""
     hires: float
     """A second pass at this many times the size, such as 2."""
     hires_method: HiresMethod
@@ -118,9 +119,9 @@ class OptionFields(TypedDict, total=False):
     hires_prompt: str | Sequence[str] | None
     """Prompt of the second pass."""
     denoising_start: float
-    """The part of the run that is done already: latents are those of a run with this denoising_end."""
+    """Begin at this part of the run, from latents of a run that stopped there (denoising_end)."""
     denoising_end: float
-    """The part of the run to stop after: Result.latents are noisy then, and nothing is decoded."""
+    """Stop after this part of the run: Result.latents are noisy then, and nothing is decoded."""
     prompt_2: str | Sequence[str] | None
     """Prompt of the second text encoder."""
     negative_prompt_2: str | Sequence[str] | None
@@ -128,7 +129,7 @@ class OptionFields(TypedDict, total=False):
     original_size: tuple[int, int] | None
     """Size of the training images to imitate; small is blurred."""
     crops_coords_top_left: tuple[int, int]
-    """Crop of the training images to imitate; 0 0 is well framed."""
+    """Crop of the training images to imitate; 0 0: not cropped."""
     target_size: tuple[int, int] | None
     """Size of the training images after resizing."""
     negative_original_size: tuple[int, int] | None
@@ -228,9 +229,9 @@ class ForeignFields(OptionFields, total=False):
     adapter_conditioning_factor: float | Sequence[float]
     """The same as control_end: the part of the run after which control ends."""
     subseed: int | None
-    """The same as variation_seed: another seed, towards whose noise the initial noise goes."""
+    """The same as variation_seed: mix the noise of this seed into the initial noise."""
     subseed_strength: float
-    """The same as variation_strength: how far the noise goes towards that of the variation seed."""
+    """The same as variation_strength: how much of the variation seed's noise to mix in."""
     hr_scale: float
     """The same as hires: a second pass at this many times the size, such as 2."""
     hires_scale: float

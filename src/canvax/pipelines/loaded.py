@@ -13,11 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from canvax.compile.additions import DeepFeatures, Keeps, ReadsControls, ReadsImage, ReadsImagePrompts, ReadsReferences
 from canvax.compile.aot import Build
 from canvax.compile.cache import size_limit
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
+from canvax.errors import HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.familiar import SAVE, accepts
 from canvax.families.base import Model
 from canvax.families.known import family_of
@@ -180,10 +181,10 @@ class LoadedModel:
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
         if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
             raise InputError(
-                "mesh", NO_VALUE, "splits the weights over several processes", "load with {model=1} to save them"
+                "mesh", "splits the weights over several processes", cure="load with {model=1} to save them"
             )
-        with multihost.together("canvax save") if spread else nullcontext():
-            if not spread or multihost.leads(self.programs.mesh):
+        with multihost.fail_together("canvax save") if spread else nullcontext():
+            if not spread or multihost.is_main_process(self.programs.mesh):
                 if beside := [
                     name for name, adapter in vars(self).get("adapters", {}).items() if adapter.place is not None
                 ]:
@@ -205,7 +206,7 @@ class LoadedModel:
             InputError: they do not fit the model.
         """
         if not isinstance(params, Mapping):
-            raise InputError("params", params, "are not parameters, as canvax.Pipeline.params holds them")
+            raise InputError("params", "are not parameters, as canvax.Pipeline.params holds them", value=params)
         return {
             part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
             for part in self.model.components
@@ -295,26 +296,32 @@ class LoadedModel:
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
         """
-        display = Display(shown=progress and multihost.leads(self.programs.mesh))
+        display = Display(shown=progress and multihost.is_main_process(self.programs.mesh))
         if reuse_layers:
             check_layers(reuse_layers, self.model)
-        more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
+        adds: list[Any] = [
+            reuse_layers and DeepFeatures(reuse_layers),
+            mask and not self.model.networks.inpaints and Keeps(),
+        ]
         if control and not self.model.networks.controls:
             raise InputError(
-                "control", True, f"does not go with {self.model.name}, which has no ControlNet", "leave it out"
+                "control",
+                f"does not go with {self.model.name}, which has no ControlNet",
+                cure="leave it out",
+                value=True,
             )
-        more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
+        adds.append(control and ReadsControls(tuple(name for name, _ in self.model.networks.controls)))
         if image_prompt:
             from canvax.pipelines.networks import usual_kinds  # which most pipelines never need
 
-            more |= {"image_prompts": usual_kinds(self.model.networks), "sees": True}
-            if not more["image_prompts"]:
+            adds.append(ReadsImagePrompts(kinds := usual_kinds(self.model.networks), sees=True))
+            if not kinds:
                 why = "no IP-Adapter with an image encoder; leave it out"
-                raise InputError("image_prompt", True, f"does not go with {self.model.name}, which has {why}")
+                raise InputError("image_prompt", f"does not go with {self.model.name}, which has {why}", value=True)
         if references:
-            more |= {"references": self._references(references, height, width)}
+            adds.append(ReadsReferences(self._references(references, height, width)))
         self._ready(
-            self._params(params, described=True), (height, width), batch, guidance, display, image=image or mask, **more
+            self._params(params, described=True), (height, width), batch, guidance, display, *adds, image=image or mask
         )
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
@@ -335,9 +342,8 @@ class LoadedModel:
         batch: int,
         guided: bool | None,
         display: Display,
-        *,
+        *adds: Any,
         image: bool = False,
-        **more: Any,
     ) -> Ready:
         """The programs of a size in pixels and a batch."""
         model, networks = self.model, self.model.networks
@@ -351,13 +357,7 @@ class LoadedModel:
         return self.programs.ready(
             params,
             networks.latent_shape(images, height, width),
-            Kinds(
-                guided=guides,
-                decoder=way,
-                image_encoder=way if reads else None,
-                lengths=self.model.text.shortest,
-                **more,
-            ),
+            Kinds(guides, decoder=way, lengths=self.model.text.shortest).adding(*adds, reads and ReadsImage(way)),
             display.announce,
         )
 
@@ -367,9 +367,9 @@ class LoadedModel:
         if params is None:
             raise InputError(
                 "params",
-                None,
-                "does not do: this pipeline holds no parameters",
-                "pass those that from_pretrained returned",
+                "is missing: this pipeline holds no parameters",
+                cure="pass those that from_pretrained returned",
+                value=None,
             )
         return params
 
@@ -381,7 +381,9 @@ class LoadedModel:
         is_own = params is None or params is self.params
         params = self._own(params)
         if not isinstance(params, Mapping):
-            raise InputError("params", params, "is not a dict of arrays", "pass those that from_pretrained returned")
+            raise InputError(
+                "params", "is not a dict of arrays", cure="pass those that from_pretrained returned", value=params
+            )
         # Looking at each of the thousands of arrays of a model takes 10 ms; at whether they are those of last time, 1.
         leaves, structure = jax.tree.flatten(params)
         for last, refs in self._fitting:
@@ -392,7 +394,7 @@ class LoadedModel:
         if not (is_own and placed):
             refuse_tracers("params", params)
             if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-                raise InputError("params", NO_VALUE, "are jax.ShapeDtypeStruct, which hold no numbers", "pass arrays")
+                raise InputError("params", "are jax.ShapeDtypeStruct, which hold no numbers", cure="pass arrays")
         for part in self.model.components:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.adapters import Part, change
-from canvax.errors import NO_VALUE, CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.parallel.rules import place
 from canvax.params import Param, Params, Spec, flatten
 from canvax.quantize import quantize, scale_of
@@ -104,9 +104,8 @@ class Merging:
         if not now.is_fully_addressable and not now.is_fully_replicated:
             raise InputError(
                 "adapters",
-                NO_VALUE,
                 "cannot change weights that the mesh splits over several processes",
-                "load with {model=1}",
+                cure="load with {model=1}",
             )
         scale = scale_of(last, layer)
         kept = {".".join([*parents, scale]): np.asarray(layer[scale])} if scale else {}

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.compile.kinds import PromptKind
+from canvax.compile.additions import PromptKind
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, CheckpointError, InputError
+from canvax.errors import CheckpointError, InputError, needs
 from canvax.families.base import Model
 from canvax.families.controls import component_name as control_name
 from canvax.families.controls import control_of, read_control
@@ -90,11 +90,11 @@ def control_sources(controlnet: Any, **source: Any) -> list[Location]:
     names = [controlnet] if isinstance(controlnet, str | os.PathLike) else controlnet
     if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
         raise InputError(
-            "controlnet", controlnet, "is not a folder, a Hub id or a safetensors file, nor a list of these"
+            "controlnet", "is not a folder, a Hub id or a safetensors file, nor a list of these", value=controlnet
         )
     if len(names) > MOST:
         raise InputError(
-            "controlnet", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}, of which a call uses some"
+            "controlnet", f"has {len(names)} entries", cure=f"a pipeline takes {MOST}, of which a call uses some"
         )
     check_source(source, "controlnet", *ControlSource.__annotations__)
     return [Location(os.fspath(name), argument="controlnet", **source) for name in names]
@@ -138,7 +138,7 @@ def with_controls(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None and opened:
-        raise InputError("params", None, "cannot be given a ControlNet", "load the pipeline whole")
+        raise InputError("params", "are needed to load a ControlNet", cure="load the pipeline with its parameters")
     names = [control_name(i) for i in range(len(opened))]
     controls = tuple(zip(names, (part.net for part in opened), strict=True))
     networks = dataclasses.replace(model.networks, controls=controls)
@@ -216,21 +216,21 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
     """
     names = [ip_adapter] if isinstance(ip_adapter, str | os.PathLike) else ip_adapter
     if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
-        raise InputError("ip_adapter", ip_adapter, "is not a safetensors file or a Hub id, nor a list of these")
+        raise InputError("ip_adapter", "is not a safetensors file or a Hub id, nor a list of these", value=ip_adapter)
     if len(names) > MOST:
-        raise InputError("ip_adapter", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}")
+        raise InputError("ip_adapter", f"has {len(names)} entries", cure=f"a pipeline takes {MOST}")
     if image_encoder is True or not isinstance(image_encoder, str | os.PathLike | bool | None):
         raise InputError(
             "image_encoder",
-            image_encoder,
             "is not a folder or a Hub id",
-            "nor None, for the one beside the adapter; nor False, for none",
+            cure="nor None, for the one beside the adapter; nor False, for none",
+            value=image_encoder,
         )
     if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
-        raise InputError(unused[0], NO_VALUE, "has no effect without ip_adapter", "give {ip_adapter}, or leave it out")
+        raise needs(unused[0], "ip_adapter")
     if "subfolder" in source:
         example = "'owner/name/folder/file.safetensors'"
-        raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
+        raise InputError("subfolder", "is a part of the name here", cure=f"write {example}", value=source["subfolder"])
     check_source(source, "ip_adapter", *IPAdapterSource.__annotations__)
     return [Location(os.fspath(name), argument="ip_adapter", **source) for name in names]
 
@@ -255,7 +255,7 @@ def with_ip_adapters(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None:
-        raise InputError("params", None, "cannot be given an IP-Adapter", "load the pipeline whole")
+        raise InputError("params", "are needed to load an IP-Adapter", cure="load the pipeline with its parameters")
     for source in sources:
         check_ip_adapter(source)
     files = [open_ip_adapter(source) for source in sources]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from canvax.call import OptionRecord
-from canvax.errors import InputError, check_function, shown
-from canvax.guidance import SETTINGS as METHODS
+from canvax.errors import InputError, check_function, conflict, shown
+from canvax.guidance import KINDS, PERTURBED, Guidance, rule_of
 from canvax.samplers.catalog import curve_named, find
 from canvax.settings import check_all, declared, is_number, listed, markdown, plain_value
 
@@ -61,11 +61,14 @@ class Options(OptionRecord):
         return _by_name(self.sampler_settings)
 
     @property
-    def guidance_numbers(self) -> dict[str, float]:
-        """The numbers of ``guidance_method`` by name, in their order."""
-        changed = _by_name(self.guidance_settings)
-        numbers = METHODS[self.guidance_method] if isinstance(self.guidance_method, str) else {}
-        return {name: changed.get(name, usual) for name, (usual, _, _) in numbers.items()}
+    def guidance_numbers(self) -> dict[str, Any]:
+        """The numbers of the rule of guidance by name that need not be the usual ones."""
+        pag = {"pag_scale": self.pag_scale, "pag_adaptive_scale": self.pag_adaptive_scale}
+        return pag | _by_name(self.guidance_settings)
+
+    def rule(self, *, guided: bool = True, parts: int = 0) -> Guidance:
+        """Return the rule of guidance of a call, for ``parts`` prompts that are added up; 0 for none."""
+        return rule_of(self.guidance_method if guided else "cfg", perturbs=self.pag_scale > 0, parts=parts)
 
     @property
     def listed_steps(self) -> int | None:
@@ -84,7 +87,7 @@ class Options(OptionRecord):
         """The options that differ from their defaults and decide the image, which metadata keeps."""
         decisive = self.changed_names() - {"progress", "callback"}
         changed = {name: getattr(self, name) for name in declared(type(self)) if name in decisive}
-        if callable(rule := changed.get("guidance_method")):
+        if not isinstance(rule := changed.get("guidance_method", ""), str):
             changed["guidance_method"] = name_of(rule)
         return changed
 
@@ -106,26 +109,30 @@ def _check_curve(options: Options) -> None:
 def _check_guidance(options: Options) -> None:
     rule = options.guidance_method
     method = rule if isinstance(rule, str) else name_of(rule)
-    known = METHODS.get(method, {}) if isinstance(rule, str) else {}
-    for name in _by_name(options.guidance_settings):
+    known = rule_of(rule).columns
+    for name, value in _by_name(options.guidance_settings).items():
         if name not in known:
-            having = "".join(f"; {{guidance_method={each}}} has it" for each in METHODS if name in METHODS[each])
+            having = "".join(f"; {{guidance_method={each}}} has it" for each in KINDS if name in KINDS[each].columns)
             cure = f"it has {', '.join(known) or 'none'}{having}"
             problem = f"has {name!r}, which {method} does not have"
-            raise InputError("guidance_settings", options.guidance_settings, problem, cure)
-    for name, value in options.guidance_numbers.items():
-        _, low, high = known[name]
-        if not (is_number(value) and low <= value <= high):
+            raise InputError("guidance_settings", problem, cure=cure, value=options.guidance_settings)
+        usual, low, high = known[name]
+        entries = value if isinstance(value, list) else [value]
+        good = all(is_number(entry) and low <= entry <= high for entry in entries)
+        if not good or np.shape(value) != np.shape(usual):
             problem = f"has {name}={shown(value)}, which is not in {low:g}..{high:g}"
-            raise InputError("guidance_settings", options.guidance_settings, problem)
+            raise InputError("guidance_settings", problem, value=options.guidance_settings)
     low, high = options.guidance_interval
     if low >= high:
-        raise InputError("guidance_interval", options.guidance_interval, "is not in order", "for example 0.2,0.8")
+        raise InputError(
+            "guidance_interval", "is not in order", cure="for example 0.2,0.8", value=options.guidance_interval
+        )
     if options.guidance_rescale and method != "cfg":
-        problem = f"does not go with guidance_method={method!r}"
-        raise InputError("guidance_rescale", options.guidance_rescale, problem, "leave one out")
-    if options.reuse > 1 and options.pag_scale:
-        raise InputError("reuse", options.reuse, "does not go with pag_scale", "leave one out")
+        raise conflict("guidance_rescale", f"guidance_method={method!r}", value=options.guidance_rescale)
+    if options.reuse > 1 and PERTURBED in options.rule().samples:
+        raise conflict(
+            "reuse", "pag_scale" if options.pag_scale else f"guidance_method={method!r}", value=options.reuse
+        )
 
 
 def _check_control(options: Options) -> None:
@@ -133,14 +140,16 @@ def _check_control(options: Options) -> None:
     for i in range(max(len(starts), len(ends))):
         start, end = starts[i % len(starts)], ends[i % len(ends)]
         if start >= end:
-            raise InputError("control_start", start, f"is not before control_end={end:g}", "give them in order")
+            raise InputError(
+                "control_start", f"is not before control_end={end:g}", cure="give them in order", value=start
+            )
 
 
 def _check_window(options: Options) -> None:
     start, end = options.denoising_start, options.denoising_end
     if start >= end:
         cure = "0.8 is usual for both, between base and refiner"
-        raise InputError("denoising_start", start, f"is not before denoising_end={end:g}", cure)
+        raise InputError("denoising_start", f"is not before denoising_end={end:g}", cure=cure, value=start)
 
 
 def _check_hires_sampler(options: Options) -> None:
@@ -148,8 +157,7 @@ def _check_hires_sampler(options: Options) -> None:
         try:
             find(options.hires_sampler)
         except InputError as error:
-            problem = error.problem.removeprefix(f"sampler={options.hires_sampler!r} ")
-            raise InputError("hires_sampler", options.hires_sampler, problem, error.cure) from None
+            raise error.about("hires_sampler") from None
 
 
 def _check_callback(options: Options) -> None:
@@ -181,4 +189,4 @@ def check_options(options: Any) -> Options:
     pairs = "eta=0.5"
     if isinstance(options, Mapping) and options:
         pairs = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    raise InputError("options", options, "is not a canvax.Options", f"write options=canvax.Options({pairs})")
+    raise InputError("options", "is not a canvax.Options", cure=f"write options=canvax.Options({pairs})", value=options)

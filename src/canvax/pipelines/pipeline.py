@@ -18,7 +18,7 @@ from PIL import Image
 from canvax.call import Enlarging, Load
 from canvax.compile.monitor import counting
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, HintWarning, InputError, refuse_tracers, warn
+from canvax.errors import HintWarning, InputError, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Family, Model
 from canvax.models.beside import ADAPTERS
@@ -48,6 +48,7 @@ from canvax.pipelines.translate import (
     place_of,
     translate_call,
     translate_load,
+    translate_upscale,
 )
 from canvax.pipelines.upscale import upscaled
 from canvax.quantize import compute_dtype
@@ -137,7 +138,7 @@ class Pipeline(LoadedModel):
         Other weights are shared with this pipeline; adapters that are in them stay there.
 
         Args:
-            denoiser: of the caller, for example a ``canvax.extend.Around`` around ``pipe.model.networks.denoiser``.
+            denoiser: for example a ``canvax.extend.DenoiserWrapper`` around ``pipe.model.networks.denoiser``.
             params: its parameters; by default those of this pipeline's component of the same name.
 
         Raises:
@@ -317,12 +318,14 @@ class Pipeline(LoadedModel):
                 return self(**everything)
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
-        together = multihost.together("canvax generate") if spread else nullcontext()
+        together = multihost.fail_together("canvax generate") if spread else nullcontext()
         with together, self._changing:
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
                 why = "several processes" if spread else "a safety checker, which reads images on the host"
-                raise InputError("output_type", output, f"does not work with {why}", "use {output_type='np'}")
+                raise InputError(
+                    "output_type", f"does not work with {why}", cure="use {output_type='np'}", value=output
+                )
             as_set, attached = params is None, params is None or params is self.params
             params = self._params(params)
             # Parameters of the caller's have no adapters, so that their images tell of none.
@@ -355,10 +358,10 @@ class Pipeline(LoadedModel):
     def _generate(self, model: Model, request: Request, params: Params, seed: Any) -> Result:
         """A checked call, of the model and its parameters as they were then; ``seed`` is what was asked for."""
         mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
-        if not spread or multihost.leads(mesh):
+        if not spread or multihost.is_main_process(mesh):
             give_hints(model, request)
         if spread:
-            request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.fingerprint()))
+            request = replace(request, seeds=multihost.broadcast_seeds(request.seeds, seed, *request.fingerprint()))
         cure = partial(
             cures,
             mesh,
@@ -426,7 +429,7 @@ class Pipeline(LoadedModel):
         call = Call(**{field.name: arguments[field.name] for field in fields(Call) if field.name in arguments})
         return metadata_of(self.model, self._request(call, arguments.get("adapters"), as_set=True))[0]
 
-    @accepts(translate_call, refuse_tracers, GIVEN)
+    @accepts(translate_upscale, refuse_tracers, GIVEN)
     def upscale(
         self,
         image: Any,
@@ -440,7 +443,7 @@ class Pipeline(LoadedModel):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         seed: int | None = None,
-        sampler: str | None = None,
+        sampler: str | SamplerTable | SamplerSpec | Solver | None = None,
         options: Options | None = None,
         params: Params | None = None,
         control: bool = False,
@@ -455,7 +458,7 @@ class Pipeline(LoadedModel):
             prompt: what it shows; what fits every part of it does best.
             negative_prompt: what to keep away from.
             scale: how many times larger, 1..16.
-            strength: 0..1, how much the model may change.
+            strength: 0..1, how much the model may change; a sampler that is a table says by itself where it begins.
             overlap: pixels that neighbouring tiles share at least; by default three eighths of a tile.
             batch: tiles at once.
             num_inference_steps: as in a call, and so are all below.
@@ -510,7 +513,7 @@ def pipeline_of(
         scheduler = from_scheduler_config({"_class_name": scheduler} if isinstance(scheduler, str) else scheduler)
     denoiser = networks.denoiser.component
     if not isinstance(params, Mapping) or denoiser not in params:
-        raise InputError("params", NO_VALUE, f"have no {denoiser!r}", "give the parameters of each component by name")
+        raise InputError("params", f"have no {denoiser!r}", cure="give the parameters of each component by name")
     model = Model(
         files=ModelFiles.none(name),
         family=family,

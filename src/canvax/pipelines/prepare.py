@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from canvax.compile.kinds import Compiled, Ready, reference_encoder
 from canvax.compile.programs import Programs
 from canvax.denoise import Known
-from canvax.engine.batch import Batch, filled
+from canvax.engine.batch import Begun, begun, filled
 from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
+from canvax.guidance import filled_columns
 from canvax.images.masks import as_floats
 from canvax.models.beside import ADAPTERS
 from canvax.models.configs import VaeConfig
@@ -26,7 +27,7 @@ from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.control import encode_controls, strengths
-from canvax.pipelines.encoding import encode
+from canvax.pipelines.encoding import encode, flight_of
 from canvax.pipelines.references import References
 from canvax.pipelines.request import Request
 from canvax.samplers import SamplerTable
@@ -37,11 +38,11 @@ class Prepared(NamedTuple):
     """What a run goes on from.
 
     Attributes:
-        batch: its images.
+        state: of its images.
         keep: changes the latents before a row; None for nothing.
     """
 
-    batch: Batch
+    state: Begun
     keep: Callable[[HostArray, int], HostArray] | None
 
 
@@ -55,9 +56,10 @@ def prepare(
     deep: DeepPlan | None = None,
     tables: Sequence[SamplerTable] | None = None,
 ) -> Prepared:
-    """A batch of all images of a request; ``ready`` are the programs for as many.
+    """The state of all images of a request; ``ready`` are the programs for as many.
 
-    ``tables`` give each image its own in place of ``table``, where nothing else of the request depends on it.
+    ``tables`` give each image its own in place of ``table``, where nothing else of the request depends on it. Programs
+    may know networks and masks that the request has nothing for.
     """
     mesh = programs.mesh
     latents = (padded_batch(len(request.prompts), mesh), *request.shape[1:])
@@ -93,14 +95,21 @@ def prepare(
             for i, half in enumerate(conditions):
                 negative = request.guided and i == 0
                 half[IMAGE_PROMPTS] = reading.negative if negative else reading.positive  # pyright: ignore
+    for conditions in (prompts, *later.values()):
+        for half in conditions:
+            _complete(half, ready)
     noise = noise_of(model, request) if request.latents is None else request.latents
     keep = None
     if known is not None and request.options.mask_blend == "renoised":
         keep, known = partial(keep_renoised, known, noise, table), None
     if images is not None:
         images = start(request, images, noise, model.vae.factor)
-    batch = Batch(ready, params, mesh, latents)
-    batch.fill(
+    if known is None and flight_of(ready).known is not None:  # a mask by which all is generated
+        known = Known(np.ones((*noise.shape[:3], 1), np.float32), np.zeros_like(noise), np.zeros(count, bool))
+    state = begun(
+        model.networks.packing,
+        split,
+        latents,
         noise,
         prompts,
         seed_keys(request.seeds),
@@ -109,25 +118,38 @@ def prepare(
         images=images,
         known=known,
         later=later,
-        columns=columns_of(model, request, len(table)),
+        columns=columns_of(model, request, len(table), [name for name, _ in model.networks.controls if name in ready]),
     )
-    return Prepared(batch, keep)
+    return Prepared(state, keep)
 
 
-def columns_of(model: Model, request: Request, rows: int) -> list[dict[str, HostArray]]:
-    """What the denoiser and its guidance read of each row beside the table, [rows, ...] for each image."""
+def _complete(half: dict[str, Any], ready: Ready) -> None:
+    """Add nothing, of strength 0, for networks of the programs that conditions lack."""
+    shapes: dict[str, Any] = {**flight_of(ready).prompts[0]}
+    adapters = shapes.pop(IMAGE_PROMPTS, {})
+    for name in shapes.keys() - half.keys():
+        half[name] = jax.tree.map(_zeros, shapes[name])
+    for name, entry in adapters.items():
+        nothing = {key: jax.tree.map(_zeros, part) for key, part in entry.items()}
+        if "masks" in entry:
+            nothing["masks"] = tuple(np.ones(mask.shape, mask.dtype) for mask in entry["masks"])
+        prompts = half.setdefault(IMAGE_PROMPTS, {})
+        prompts[name] = nothing | prompts.get(name, {})
+
+
+def _zeros(shape: Any) -> HostArray:
+    return np.zeros(shape.shape, shape.dtype)
+
+
+def columns_of(model: Model, request: Request, rows: int, controls: Sequence[str]) -> list[dict[str, HostArray]]:
+    """What the denoiser and its guidance read of each row beside the table, [rows, ...] for each image; ``controls``:
+    the networks of control images that its programs know."""
     options = request.options
-    fixed: dict[str, Sequence[float]] = {}
-    if request.guided and options.guidance_numbers:
-        fixed["method"] = [*options.guidance_numbers.values()]
-    if options.pag_scale:
-        fixed["pag"] = (options.pag_scale, options.pag_adaptive_scale)
-    shared = {name: np.tile(np.array(numbers, np.float32), (rows, 1)) for name, numbers in fixed.items()}
+    shared: dict[str, HostArray] = {}
     if request.control is not None:
-        shared["control"] = strengths(model, request.control, options, rows)
-    if not request.composed:
-        return [shared] * len(request.prompts)
-    return [{**shared, "weights": np.tile(weights, (rows, 1))} for weights in request.texts.weights]
+        shared["control"] = strengths(model, request.control, options, rows, controls)
+    numbers = [{**options.guidance_numbers, "weights": weights} for weights in request.texts.weights]
+    return [{**shared, **filled_columns(request.rule, values, rows)} for values in numbers]
 
 
 def noise_of(model: Model, request: Request) -> HostArray:

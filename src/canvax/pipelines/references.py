@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.call import MAX_SIDE
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import InputError, check_count
 from canvax.images.inputs import fingerprint, read_images
 from canvax.models.networks import Networks
 
@@ -56,7 +56,7 @@ def check_references(value: Any, networks: Networks) -> References:
     several = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4
     count = len(value) if several else 1
     if not 1 <= count <= MOST:
-        raise InputError("image", NO_VALUE, f"has {count} reference images", f"give 1 to {MOST}")
+        raise InputError("image", f"has {count} reference images", cure=f"give 1 to {MOST}")
     images, step, whole = read_images("image", value, count), networks.size_step, _whole(networks, count)
     fitted = [_padded(image, step, whole) if whole else _fitted(image, step) for image in images]
     return References([[image] for image in fitted], [fingerprint(image) for image in images])
@@ -70,7 +70,7 @@ def check_editing(networks: Networks, name: str) -> None:
     """
     if not networks.denoiser.facts.edits:
         why = f"are for models that edit, and {name} is none"
-        raise InputError("references", NO_VALUE, why, "leave them out")
+        raise InputError("references", why, cure="leave them out")
 
 
 def reference_sizes(
@@ -88,18 +88,18 @@ def reference_sizes(
     """
     sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, MOST)
     if len(sizes) > MOST:
-        raise InputError("references", NO_VALUE, f"has {len(sizes)} sizes", f"give 1 to {MOST}")
+        raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {MOST}")
     read, step, whole = [], networks.size_step, _whole(networks, len(sizes))
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InputError("references", pair, "is not a height and a width in pixels")
+            raise InputError("references", "is not a height and a width in pixels", value=pair)
         tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
         if whole:
             _, (width, height) = _canvas(wide, tall, step, whole)
         else:
             width, height = (side - side % step for side in _within(wide, tall))
         if not width or not height:
-            raise InputError("references", pair, f"is too small for multiples of {step} pixels")
+            raise InputError("references", f"is too small for multiples of {step} pixels", value=pair)
         read.append((height, width))
     return tuple(read)
 
@@ -146,6 +146,6 @@ def _fitted(image: Image.Image, step: int) -> Image.Image:
     width, height = (side - side % step for side in image.size)
     if not width or not height:
         problem = f"has {image.width} x {image.height} pixels"
-        raise InputError("image", NO_VALUE, problem, f"give {step} x {step} pixels or more, of usual proportions")
+        raise InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from PIL import Image
 
-from canvax.call import MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
+from canvax.call import HIRES_STRENGTHS, MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
 from canvax.denoise import Known
-from canvax.errors import NO_VALUE, InputError, refuse_tracers
+from canvax.errors import InputError, conflict, needs, refuse_tracers
 from canvax.families.base import SECOND_PROMPTS, Model
+from canvax.guidance import OFF, Guidance
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -107,7 +108,12 @@ class Request:
     @property
     def guided(self) -> bool:
         """Whether the negative prompt matters at all: for one prompt at a guidance scale of 1 or less it does not."""
-        return not self.embedded and (self.composed or max(self.scales) > 1)
+        return not self.embedded and (self.composed or max(self.scales) > OFF)
+
+    @property
+    def rule(self) -> Guidance:
+        """The rule of guidance."""
+        return self.options.rule(guided=self.guided, parts=self.texts.parts if self.composed else 0)
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -135,13 +141,12 @@ def make_request(model: Model, call: Call) -> Request:
     """
     options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
     check_for_model(options, model)
+    options = _with_own_strength(options, model)
     check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = split_conditions(call.prompt, call.negative_prompt, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     if any(embed is not None and len(embed["text"]) != len(prompts) for embed in embeds):
-        raise InputError(
-            "prompt", NO_VALUE, f"has conditions of other than {len(prompts)} images", "give an entry for each"
-        )
+        raise InputError("prompt", f"has conditions of other than {len(prompts)} images", cure="give an entry for each")
     (tall, wide), factor = model.native_size, model.networks.size_step
     size = (call.height, call.width)
     if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
@@ -169,7 +174,7 @@ def make_request(model: Model, call: Call) -> Request:
     if init is not None and table is not None:
         if call.strength is not None:
             cure = "leave it out: a table that was built with skip= begins later"
-            raise InputError("strength", call.strength, "has no effect on a sampler that is a table", cure)
+            raise InputError("strength", "has no effect on a sampler that is a table", cure=cure, value=call.strength)
         first = int(table.step[0])
         init = replace(init, steps=steps, skipped=first, strength=1 - first / steps)
     elif init is not None:
@@ -206,14 +211,16 @@ def make_request(model: Model, call: Call) -> Request:
     check_composed(request, model)
     check_lengths(request)
     if request.latents is not None and (options.variation_strength or options.seed_size):
-        raise InputError(
-            "latents",
-            NO_VALUE,
-            "cannot be combined with variation_strength or seed_size: the noise is given already",
-            "leave them out",
-        )
+        raise conflict("latents", "variation_strength", "seed_size", why="the noise is given already")
     check_start(options, sampler, request.latents, model, image=init is not None)
     return request
+
+
+def _with_own_strength(options: Options, model: Model) -> Options:
+    """Return the options with the model's own strength of a second pass, where none is given."""
+    own = model.defaults.hires_strength
+    given = options.hires == 1 or options.hires_method != "pixel" or options.hires_strength is not None
+    return options if given or own == HIRES_STRENGTHS["pixel"] else replace(options, hires_strength=own)
 
 
 def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
@@ -222,7 +229,7 @@ def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
         return value
     if not callable(value) or isinstance(value, type):
         cure = "give a name that canvax samplers lists, a SamplerTable, a SamplerSpec or a solver"
-        raise InputError("sampler", value, "is not a sampler", cure)
+        raise InputError("sampler", "is not a sampler", cure=cure, value=value)
     return SamplerSpec.of(cast("Solver", value))
 
 
@@ -231,7 +238,7 @@ def check_composed(request: Request, model: Model, name: str = "prompt") -> None
     if request.composed and (request.options.reuse > 1 or request.embedded):
         problem = f"has AND or a weight, and {model.name} has no negative prompt"
         problem = problem if request.embedded else "has AND or a weight, which cannot be combined with reuse"
-        raise InputError(name, NO_VALUE, problem, "leave AND and :weight out")
+        raise InputError(name, problem, cure="leave AND and :weight out")
 
 
 def check_lengths(request: Request) -> None:
@@ -246,7 +253,7 @@ def check_lengths(request: Request) -> None:
             continue
         if not text.is_lengthened(lengths):
             problem = f"has {rows} rows of text, and the other prompts of the call need {wanted}"
-            raise InputError(name, NO_VALUE, problem, "give conditions for both sides, or a shorter prompt")
+            raise InputError(name, problem, cure="give conditions for both sides, or a shorter prompt")
 
 
 def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
@@ -291,23 +298,21 @@ def check_for_model(options: Options, model: Model) -> None:
     one = dict.fromkeys(SECOND_PROMPTS, "it has one text encoder") if len(model.text.encoders) == 1 else {}
     unused = one | dict(model.family.unused_options)
     for name in sorted(options.changed().keys() & unused.keys()):
-        raise InputError(name, NO_VALUE, f"is not supported by {model.name}: {unused[name]}", "leave it out")
+        raise InputError(name, f"is not supported by {model.name}: {unused[name]}", cure="leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
         if model.networks.unguided and name in options.changed():
             raise InputError(
-                name,
-                NO_VALUE,
-                f"is not supported by {model.name}, which is not guided by a negative prompt",
-                "leave it out",
+                name, f"is not supported by {model.name}, which is not guided by a negative prompt", cure="leave it out"
             )
     for name in ("pag_scale", "pag_adaptive_scale"):
         if "perturbed" not in model.networks.denoiser.facts.offers and name in options.changed():
             problem = f"is not supported by {model.name}: its attention cannot be perturbed"
-            raise InputError(name, NO_VALUE, problem, "leave it out")
+            raise InputError(name, problem, cure="leave it out")
+    model.networks.check_roles(options.rule().samples)
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
     if options.reuse > 1 and not model.networks.most_layers:
-        raise InputError("reuse", options.reuse, f"{model.name} has no features to reuse", "leave it out")
+        raise InputError("reuse", f"{model.name} has no features to reuse", cure="leave it out", value=options.reuse)
 
 
 def check_clip_skip(skip: int, model: Model) -> None:
@@ -317,7 +322,7 @@ def check_clip_skip(skip: int, model: Model) -> None:
         InputError: naming how many these are.
     """
     if not 0 <= skip <= (most := most_skipped(model.text)):
-        raise InputError("clip_skip", skip, f"is not in 0..{most}, the layers that can be left out")
+        raise InputError("clip_skip", f"is not in 0..{most}, the layers that can be left out", value=skip)
 
 
 def check_seed_size(options: Options, factor: int) -> None:
@@ -327,7 +332,9 @@ def check_seed_size(options: Options, factor: int) -> None:
         InputError: naming the sides that do.
     """
     if options.seed_size is not None and not all(factor <= side <= MAX_SIDE for side in options.seed_size):
-        raise InputError("seed_size", options.seed_size, f"is not (height, width) of {factor} to {MAX_SIDE} pixels")
+        raise InputError(
+            "seed_size", f"is not (height, width) of {factor} to {MAX_SIDE} pixels", value=options.seed_size
+        )
     for side in options.seed_size or ():
         check_size("seed_size", side, 0, factor)
 
@@ -340,7 +347,7 @@ def check_layers(layers: int, model: Model) -> None:
     """
     most = max(1, model.networks.most_layers)
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
-        raise InputError("reuse_layers", layers, f"is not in 1..{most}, the skip connections of {model.name}")
+        raise InputError("reuse_layers", f"is not in 1..{most}, the skip connections of {model.name}", value=layers)
 
 
 def check_start(
@@ -353,34 +360,19 @@ def check_start(
     """
     started = options.denoising_start > 0
     if started and latents is None:
-        raise InputError(
-            "denoising_start",
-            NO_VALUE,
-            "needs latents",
-            "give {latents=result.latents} of a run that stopped there, with {denoising_end}",
+        raise needs(
+            "denoising_start", "latents=result.latents", cure="of a run that stopped there, with {denoising_end}"
         )
     inverts = not isinstance(sampler, SamplerTable | None) and spec_of(sampler)[0].name == "ddim_inverse"
     if inverts and image:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            f"does not go with sampler={sampler!r}",
-            "pass pipe.encode_image(image) as latents, without noise",
-        )
+        cure = "pass pipe.encode_image(image) as latents, without noise"
+        raise conflict("image", "sampler='ddim_inverse'", cure=cure)
     if inverts and latents is None:
-        raise InputError(
-            "sampler",
-            sampler,
-            "goes from an image to its noise and needs latents",
-            "pass the {latents} of the image, such as result.latents",
-        )
+        raise needs("sampler", "latents", cure="those of the image, such as result.latents", value=sampler)
     if model.family.is_refiner and not started and not image:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            f"is missing: {model.name} is a refiner, which only finishes images",
-            "give {image}, or {latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}",
-        )
+        problem = f"is missing: {model.name} is a refiner, which only finishes images"
+        cure = "{latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}"
+        raise InputError("image", problem, cure=f"give {{image}}, or {cure}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -416,11 +408,11 @@ class InitImages:
 
     @property
     def from_noise(self) -> bool:
-        """Whether the run begins from noise alone: a masked part that is generated in full owes the image nothing."""
+        """Whether the run begins from noise alone: strength 1 with a mask."""
         return bool(self.masks) and self.strength == 1
 
     def known(self, latents: HostArray, factor: int, options: Options) -> Known | None:
-        """What is to stay, for latents [n, h, w, C] of the images."""
+        """Return the latents to keep, of latents [n, h, w, C] of the images."""
         if not self.masks:
             return None
         masks = self.latent_masks(len(latents), factor, hard=options.mask_mode == "hard")
@@ -479,24 +471,18 @@ def check_init_images(
     if image is None:
         for name, value in (("mask", mask), ("strength", strength), *_given_options(options)):
             if value is not None:
-                raise InputError(name, NO_VALUE, "needs an image", "give {image} as well")
+                raise needs(name, "image")
         return None
     if options.denoising_start:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            "cannot be combined with denoising_start: strength says where an image begins",
-            "leave denoising_start out",
-        )
+        raise conflict("image", "denoising_start", why="strength says where an image begins")
     images = read_images("image", image, count)
     masks = [] if mask is None else read_images("mask", mask, count, grey=True)
     for i in range(len(masks)):
         if masks[i].size != entry(images, i).size:
             raise InputError(
                 "mask",
-                NO_VALUE,
                 f"is {_size(masks[i])} and the image {_size(entry(images, i))}",
-                "they must be of the same size",
+                cure="they must be of the same size",
             )
     fingerprints = {"image": [fingerprint(image) for image in images], "mask": [fingerprint(image) for image in masks]}
     fingerprints = {name: texts for name, texts in fingerprints.items() if texts}
@@ -527,7 +513,7 @@ def _given_options(options: Options) -> list[tuple[str, Any]]:
 def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tuple[int, int]:
     if None in size and len({image.size for image in images}) > 1:
         raise InputError(
-            "image", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
+            "image", "has images of several sizes", cure="give {height} and {width}, which they are resized to"
         )
     image_size = images[0].height, images[0].width
     for name, asked, side in zip(("height", "width"), size, image_size, strict=True):
@@ -543,15 +529,15 @@ def _outpainted(
     """Images with more on each side, and masks by which that is generated."""
     for image in images:
         if (image.width + sides[0] + sides[2]) * (image.height + sides[1] + sides[3]) > MOST_PIXELS:
-            raise InputError("outpaint", sides, f"makes more than {MOST_PIXELS} pixels", "add fewer")
+            raise InputError("outpaint", f"makes more than {MOST_PIXELS} pixels", cure="add fewer", value=sides)
         added = sides[0] + sides[2], sides[1] + sides[3]
         for side, length, pixels in zip(("width", "height"), image.size, added, strict=True):
             if length % factor == 0 and pixels % factor:
                 raise InputError(
                     "outpaint",
-                    sides,
                     f"makes a {side} of {length + pixels} pixels",
-                    f"add a multiple of {factor} to {length}",
+                    cure=f"add a multiple of {factor} to {length}",
+                    value=sides,
                 )
     holes: Sequence[Any] = masks or [None]
     count = max(len(images), len(holes))
@@ -566,15 +552,10 @@ def _cut_out(
     """The masked parts alone, each brought to the size that is generated."""
     assert options.padding_mask_crop is not None
     if not masks:
-        raise InputError(
-            "padding_mask_crop", NO_VALUE, "needs a mask", "give {mask}, of which the surroundings are cut out"
-        )
+        raise needs("padding_mask_crop", "mask")
     if len({image.size for image in images}) > 1:
         raise InputError(
-            "padding_mask_crop",
-            NO_VALUE,
-            "does not go with images of several sizes",
-            "call the pipeline for one at a time",
+            "padding_mask_crop", "does not go with images of several sizes", cure="call the pipeline for one at a time"
         )
     masks = [_edged(mask, options) for mask in masks]
     boxes = [box_of(mask, options.padding_mask_crop, *size) for mask in masks]

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.compile.aot import Build
-from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, to_stderr
+from canvax.errors import CanvaxError, CheckpointError, InputError, to_stderr
 from canvax.files import named_path
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage, names_file
@@ -127,11 +127,11 @@ class Result(Generic[Images]):
         path, images = named_path("path", path), to_pil(self.pixels)
         if names_file(path):
             if len(images) != 1:
-                raise InputError("path", path, f"is one file for {len(images)} images", "give a folder")
+                raise InputError("path", f"is one file for {len(images)} images", cure="give a folder", value=path)
             make_folder(path.parent)
             return [save_image(path, images[0], self.metadata[0], overwrite=overwrite)]
         if path.exists() and not path.is_dir():
-            raise InputError("path", path, "is a file", "give a folder, or a name that ends in .png")
+            raise InputError("path", "is a file", cure="give a folder, or a name that ends in .png", value=path)
         make_folder(path)
         return [
             save_numbered(path, image, meta, meta["seed"]) for image, meta in zip(images, self.metadata, strict=True)
@@ -335,7 +335,7 @@ class Preview:
         latents = np.asarray(latents, np.float32)
         if latents.ndim != 4 or latents.shape[-1] != self.cfg.latent_channels:
             raise InputError(
-                "latents", NO_VALUE, f"are {latents.shape}", f"this decoder takes [B, h, w, {self.cfg.latent_channels}]"
+                "latents", f"are {latents.shape}", cure=f"this decoder takes [B, h, w, {self.cfg.latent_channels}]"
             )
         return jax.device_get(_pixels(self.params, jax.device_put(latents), cfg=self.cfg))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import InputError
 from canvax.images.infotext import without_networks
 from canvax.pipelines.adapter_files import file_of
 from canvax.pipelines.adapter_weights import Weights, parted, per_image, plain_weight
@@ -35,10 +35,10 @@ def shares_of(
             return prompt, None
         raise InputError(
             "adapters",
-            asked,
             "needs an adapter beside the weights",
-            "load with pipe.adapters.load(name, file, beside=True), or set weights for all images with "
+            cure="load with pipe.adapters.load(name, file, beside=True), or set weights for all images with "
             "pipe.adapters.set",
+            value=asked,
         )
     prompt, tags = _without_tags(prompt, adapters)
     usual = _as_set(adapters, bank) if as_set else {}
@@ -59,9 +59,8 @@ def shares_of(
         if adapters[name].place is None:
             raise InputError(
                 "adapters",
-                NO_VALUE,
                 f"names {name!r}, which is merged and the same for all images",
-                "load it with beside=True for images of a call to differ in it",
+                cure="load it with beside=True for images of a call to differ in it",
             )
     places = {name: place for name, adapter in adapters.items() if (place := adapter.place) is not None}
     weights = share_rows(images, places, bank)
@@ -133,10 +132,10 @@ def adapters_of_images(adapters: Any, prompts: int, per_prompt: int) -> list[Any
         adapter is None or isinstance(adapter, Mapping) for adapter in adapters
     ):
         raise InputError(
-            "adapters", adapters, "is neither a table of weights by name, {'ink': 0.8}, nor a list of such"
+            "adapters", "is neither a table of weights by name, {'ink': 0.8}, nor a list of such", value=adapters
         )
     if len(adapters) not in (prompts, count):
         raise InputError(
-            "adapters", NO_VALUE, f"has {len(adapters)} entries for {prompts} prompts", "give one for each, or a table"
+            "adapters", f"has {len(adapters)} entries for {prompts} prompts", cure="give one for each, or a table"
         )
     return [adapter or {} for adapter in adapters for _ in range(count // len(adapters))]

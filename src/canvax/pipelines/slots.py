@@ -25,12 +25,12 @@ from canvax.weights.load import aligned
 from canvax.weights.lora import Adapter, Key
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256)
-"""Ranks that places are made for by themselves."""
+"""Default ranks of places: an adapter's rank is rounded up to one of them."""
 
 LARGEST = BUCKETS[-1]
 
 COUNT = 4
-"""Places that are made by themselves."""
+"""Default number of places."""
 
 MOST_PLACES = 64
 _LISTED = 3
@@ -119,17 +119,17 @@ class Bank:
             rest = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
             raise InputError(
                 "adapter",
-                name,
                 f"cannot be beside the weights: {'; '.join(faults[:_LISTED])}{rest}",
-                "load it merged, with pipe.adapters.load without beside",
+                cure="load it merged, with pipe.adapters.load without beside",
+                value=name,
             )
         if most > self.places.rank:
             larger = f"make them larger with pipe.adapters.beside(rank={bucket(most)}), or " if most <= LARGEST else ""
             raise InputError(
                 "adapter",
-                name,
                 f"has a rank of {most}, and places have {self.places.rank}",
-                f"{larger}load it merged, without beside",
+                cure=f"{larger}load it merged, without beside",
+                value=name,
             )
         return packed
 
@@ -208,7 +208,7 @@ def check_places(rank: Any, places: Any, layers: Any) -> Places:
     check_count("rank", rank, LARGEST)
     check_count("places", places, MOST_PLACES)
     if layers not in LAYERS:
-        raise InputError("layers", layers, "is not known", nearest(str(layers), list(LAYERS)))
+        raise InputError("layers", "is not known", cure=nearest(str(layers), list(LAYERS)), value=layers)
     return Places(places, rank, layers)
 
 

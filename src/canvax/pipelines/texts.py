@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.images.infotext import without_networks
 from canvax.models.text import SECOND, TextEncoders
@@ -103,7 +103,7 @@ def read_texts(
     most = max(len(parts) for side in composed for parts in side)
     if most > MOST_PARTS:
         problem = f"adds up {most} prompts (AND), more than {MOST_PARTS}"
-        raise InputError("prompt", prompts[0][0][:60], problem, "leave some out")
+        raise InputError("prompt", problem, cure="leave some out", value=prompts[0][0][:60])
     weights = np.zeros((len(prompts[0]), most), np.float32)
     schedules: list[list[list[list[tuple[int, str]]]]] = []  # [part][side][image]
     for i, parts in enumerate(composed[0]):
@@ -170,34 +170,28 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     shapes = {part: ("n", *("k" for _ in leaf.shape[1:-1]), *leaf.shape[1:][-1:]) for part, leaf in declared.items()}
     embeds: Embeds = {}
     if isinstance(value.get("prompt"), str):
-        raise InputError(
-            name, NO_VALUE, "is a table of settings", "write pipe(**settings), or give the prompt's text alone"
-        )
+        raise InputError(name, "is a table of settings", cure="write pipe(**settings), or give the prompt's text alone")
     numbers, _ = model.size_conditions(*model.native_size, {})
     if unknown := sorted(map(repr, value.keys() - shapes.keys() - numbers.keys() - {"guidance"})):
         if model.networks.denoiser.component in value:  # pipe(prompt, params, key), as in diffusers' Flax
-            raise InputError(
-                name, NO_VALUE, "is a model's weights", "a pipeline has its own, others are given as {params}"
-            )
-        raise InputError(
-            name, NO_VALUE, f"has {', '.join(unknown)}, which says nothing here", "give what pipe.encode returns"
-        )
+            raise InputError(name, "is a model's weights", cure="a pipeline has its own, others are given as {params}")
+        raise InputError(name, f"has unknown keys: {', '.join(unknown)}", cure="give what pipe.encode returns")
     for part, shape in shapes.items():
         if part not in value:
-            raise InputError(name, NO_VALUE, f"has no {part!r}", "give what pipe.encode returns")
+            raise InputError(name, f"has no {part!r}", cure="give what pipe.encode returns")
         array = np.asarray(value[part])
         if array.ndim != len(shape) or array.shape[1:][-1:] != shape[1:][-1:] or not len(array):
             raise InputError(
-                name, NO_VALUE, f"has {part!r} of shape {array.shape}, not {shape}", "give what pipe.encode returns"
+                name, f"has {part!r} of shape {array.shape}, not {shape}", cure="give what pipe.encode returns"
             )
         if not np.isfinite(array.astype(np.float32)).all():
-            raise InputError(name, NO_VALUE, f"has {part!r} with values that are not finite")
+            raise InputError(name, f"has {part!r} with values that are not finite")
         embeds[part] = array
     if len({len(array) for array in embeds.values()}) > 1:
-        raise InputError(name, NO_VALUE, "has arrays of several lengths", "give an entry of each for each image")
+        raise InputError(name, "has arrays of several lengths", cure="give an entry of each for each image")
     if text.lengths_of(rows := embeds["text"].shape[1]) is None:
         usual = declared["text"].shape[1]
-        raise InputError(name, NO_VALUE, f"has {rows} tokens, not a multiple of {usual}")
+        raise InputError(name, f"has {rows} tokens, not a multiple of {usual}")
     return embeds
 
 
@@ -220,14 +214,13 @@ def take_tags(prompts: Sequence[str], denoiser: str) -> tuple[list[str], Tags]:
         InputError: they name different ones, or a weight is no number.
     """
     if not prompts:
-        raise InputError("prompt", [], "holds no prompt", "give at least one")
+        raise InputError("prompt", "holds no prompt", cure="give at least one", value=[])
     tags_by_prompt = [tags_of(prompt, denoiser) for prompt in prompts]
     if any(tags != tags_by_prompt[0] for tags in tags_by_prompt):
         raise InputError(
             "prompts",
-            NO_VALUE,
             "name different adapters (<lora:...>), and its images share the weights of the model",
-            "call once for each",
+            cure="call once for each",
         )
     return [without_networks(prompt) for prompt in prompts], tags_by_prompt[0]
 
@@ -246,15 +239,13 @@ def tags_of(prompt: str, denoiser: str) -> Tags:
             label = label.strip() or ("te" if "te" not in places else "unet")
             if label not in ("te", "unet") or label in places:
                 raise InputError(
-                    "prompt",
-                    NO_VALUE,
-                    f"names <lora:{name}{rest}> with other parts than a weight, or te=0.5 and unet=0.8",
+                    "prompt", f"names <lora:{name}{rest}> with other parts than a weight, or te=0.5 and unet=0.8"
                 )
             places[label] = _number(f"<lora:{name}{rest}>", number)
         text = places.get("te", 1.0)
         unet = places.get("unet", text)
         if name.strip() in tags:
-            raise InputError("prompt", NO_VALUE, f"names the adapter {name!r} twice (<lora:...>)", "once is enough")
+            raise InputError("prompt", f"names the adapter {name!r} twice (<lora:...>)", cure="once is enough")
         tags[name.strip()] = text if text == unet else {"text_encoder": text, "text_encoder_2": text, denoiser: unet}
     return tags
 
@@ -263,6 +254,4 @@ def _number(tag: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(
-            "prompt", NO_VALUE, f"names {tag}, where {text!r} is no weight", "write <lora:name:0.8>"
-        ) from None
+        raise InputError("prompt", f"names {tag}, where {text!r} is no weight", cure="write <lora:name:0.8>") from None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
-from canvax.call import Call, Load
-from canvax.errors import NO_VALUE, InputError, shown
+from canvax.call import Call, Enlarging, Load
+from canvax.errors import InputError, check_flag, conflict, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
@@ -26,6 +26,16 @@ Output = Literal["pil", "np", "numpy", "jax", "latent"]
 """Kinds of ``Result.images``."""
 _OWN = tuple(declared(Options))
 _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
+_OF_UPSCALE = (
+    "image",
+    "prompt",
+    "negative_prompt",
+    *declared(Enlarging),
+    "num_inference_steps",
+    "guidance_scale",
+    "seed",
+)
+_OF_UPSCALE += ("sampler", "options", "params")
 _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
@@ -47,10 +57,12 @@ def place_of(name: str) -> str:
     return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in declared(Load) else ""
 
 
-def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def translate_call(
+    arguments: dict[str, Any], others: dict[str, Any], own: Sequence[str] = _ARGUMENTS, of: str = "a call"
+) -> dict[str, Any]:
     """The keywords of a call, given its ``arguments`` and ``others``.
 
-    Fields of ``canvax.Options`` may be given as arguments of the call.
+    Fields of ``canvax.Options`` may be given as arguments of the call. ``own``: the other arguments that it has.
 
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.
@@ -59,45 +71,50 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
         try:
             find(curve)
         except InputError as error:  # which says how a sigma schedule is given
-            raise InputError(f"scheduler{str(error).removeprefix('sampler')}") from None
+            raise error.about("scheduler") from None
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
-        raise InputError(min(recorded), NO_VALUE, problem, "write pipe.again(metadata), also with keywords to change")
+        raise InputError(min(recorded), problem, cure="write pipe.again(metadata), also with keywords to change")
+    if isinstance(rule := others.get("guidance"), str) or callable(rule) or hasattr(rule, "denoised"):
+        if "guidance_method" in others:
+            raise InputError("guidance and guidance_method are one argument; give it once")
+        others = {name: value for name, value in others.items() if name != "guidance"} | {"guidance_method": rule}
     left = renamed(arguments, others, CALL)
     for name in [name for name in arguments if name in _OWN]:  # a name for a field of the options
         if name in left:
-            raise InputError(f"{name} is given twice, under two names; give it once")
+            raise InputError(name, "is given twice, under two names", cure="give it once")
         left[name] = arguments.pop(name)
     for name in left:
         if name in (*_OWN, *_SPECIAL, *_ARGUMENTS):
             continue
         if name in declared(Load) and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
-        takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
-        raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
+        takes = f"it takes {', '.join(own)} and the fields of canvax.Options"
+        raise InputError(answer(name, CALL, [*own, *_OWN, *_SPECIAL], f"an argument of {of}", takes=takes))
     arguments |= {name: left[name] for name in _ARGUMENTS if name in left}  # of a call, and not of ``upscale``
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (callback := left.get("callback_on_step_end")) is not None:
         if (changes.get("callback") or check_options(arguments.get("options")).callback) is not None:
-            raise InputError("callback and callback_on_step_end are one argument; give it once")
+            raise conflict("callback_on_step_end", "callback")
         changes["callback"] = _on_step_end(arguments["self"], callback)
     if set(left.get("callback_on_step_end_tensor_inputs") or ()) - {"latents"}:
         given = "a callback is given 'latents' and nothing else"
         raise InputError(f"callback_on_step_end_tensor_inputs: {given}; {LESS_GUIDANCE} ({PAGE}#callbacks)")
     if (guess := left.get("guess_mode")) is not None:
-        if not isinstance(guess, bool) or "control_mode" in changes:
-            raise InputError(f"guess_mode={guess!r}: give True or False, and no control_mode beside it")
+        check_flag("guess_mode", guess)
+        if "control_mode" in changes:
+            raise conflict("control_mode", "guess_mode")
         changes |= {"control_mode": "guess"} if guess else {}
     if (generator := left.get("generator")) is not None:
         if arguments.get("seed") is not None:
-            raise InputError("generator and seed are one argument; give it once")
+            raise conflict("generator", "seed")
         arguments["seed"], changes["noise"] = _seeds(generator), "torch"
     if not left.get("return_dict", True):
         raise InputError("return_dict=False: a call returns a canvax.Result; its images are result.images")
     for name, negative in (("prompt", ""), ("negative_prompt", "negative_")):
         if (text := left.get(f"{negative}prompt_embeds")) is not None:
             if arguments.get(name) is not None:
-                raise InputError(f"{name} and {negative}prompt_embeds are one argument; give it once")
+                raise conflict(f"{negative}prompt_embeds", name)
             if isinstance(text, str):
                 message = f"{negative}prompt_embeds={shown(text)} is text"
                 raise InputError(f"{message}; give {name}, or what pipe.encode returns")
@@ -105,17 +122,20 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
             arguments[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
     if (prompts := image_prompts(left)) is not None:
         if arguments.get("image_prompt") is not None:
-            raise InputError("image_prompt and ip_adapter_image are one argument; give it once")
+            raise conflict("ip_adapter_image", "image_prompt")
         arguments["image_prompt"] = prompts
     options = with_changes(arguments.get("options"), changes)
     if (timesteps := left.get("timesteps")) is not None:
         if "timesteps" in options.settings:
-            raise InputError("timesteps is given twice, as an argument and in sampler_settings; give it once")
+            raise InputError("timesteps", "is given twice, also in sampler_settings", cure="give it once")
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
         options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
     arguments["options"] = options
     return arguments
 
+
+translate_upscale = partial(translate_call, own=_OF_UPSCALE, of="upscale")
+"""The same for ``pipe.upscale``."""
 
 _REPLACES = {
     "generator": ("seed", "noise"),
@@ -158,7 +178,7 @@ def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
 
     images, embeds = keywords.get("ip_adapter_image"), keywords.get("ip_adapter_image_embeds")
     if embeds is not None and images is not None:
-        raise InputError("ip_adapter_image and ip_adapter_image_embeds are one argument; give it once")
+        raise conflict("ip_adapter_image", "ip_adapter_image_embeds")
     prompts = []
     if images is not None:
         for i, group in enumerate(images if isinstance(images, list) else [images]):
@@ -187,7 +207,7 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
     options = check_options(options)
     twice = options.changed_names() & changes.keys()
     if twice:
-        raise InputError(f"{min(twice)} is given twice, as an argument and in options; give it once")
+        raise InputError(min(twice), "is given twice, as an argument and in options", cure="give it once")
     return dataclasses.replace(options, **changes)
 
 
@@ -200,7 +220,7 @@ def check_output(output: Any) -> Output:
     if output is None:
         return "pil"
     if not isinstance(output, str) or output not in get_args(Output):
-        raise InputError("output_type", output, f"is not one of {', '.join(get_args(Output))}")
+        raise InputError("output_type", f"is not one of {', '.join(get_args(Output))}", value=output)
     return cast("Output", output)
 
 
@@ -227,9 +247,8 @@ def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], An
             if other := [name for name in returned if name != "latents"]:
                 raise InputError(
                     "callback_on_step_end",
-                    NO_VALUE,
                     f"returned {other[0]!r:.80}, and 'latents' alone can be changed on the way",
-                    f"leave it out; {LESS_GUIDANCE}",
+                    cure=f"leave it out; {LESS_GUIDANCE}",
                 )
             returned = returned.get("latents")
         if isinstance(returned, bool | np.bool_):
@@ -251,10 +270,10 @@ def as_latents(returned: Any, shape: tuple[int, ...]) -> np.ndarray:
     try:
         latents = np.asarray(floats(returned))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError("callback_on_step_end", NO_VALUE, f"returned no latents: {error!s:.200}", cure) from None
+        raise InputError("callback_on_step_end", f"returned no latents: {error!s:.200}", cure=cure) from None
     if latents.shape != shape or latents.dtype != np.float32 or not np.isfinite(latents).all():
         problem = f"returned {latents.dtype} {latents.shape}, or values that are not finite"
-        raise InputError("callback_on_step_end", NO_VALUE, problem, cure)
+        raise InputError("callback_on_step_end", problem, cure=cure)
     return latents
 
 

@@ -24,6 +24,7 @@ from canvax.models.controlnet_union import UnionNet
 from canvax.noise import NoiseKind, check_seed, initial_noise
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
+from canvax.samplers.table import SamplerTable
 from canvax.settings import check_setting
 from canvax.types import HostArray
 
@@ -43,13 +44,17 @@ def upscaled(
     batch, control = how.batch, how.control
     check_for_upscale(options)
     if control and not model.networks.controls:
-        raise InputError("control", True, f"does not go with {model.name}, which has no ControlNet", "leave it out")
+        raise InputError(
+            "control", f"does not go with {model.name}, which has no ControlNet", cure="leave it out", value=True
+        )
     (source,) = read_images("image", image, 1)
     if not isinstance(prompt, str):
-        raise InputError("prompt", prompt, "is not text", "all tiles have one prompt")
+        raise InputError("prompt", "is not text", cure="all tiles have one prompt", value=prompt)
     seed = check_seed(seed)
     shown = "" if prompt else _prompt_of(image)
     tiles = Tiles(model, source, scale=how.scale, overlap=how.overlap, seed=seed, noise=options.noise, prompt=shown)
+    is_table = isinstance(keywords.get("sampler"), SamplerTable)  # which says by itself where it begins
+    strength = None if is_table and how.strength == Enlarging.strength else how.strength
     results = []
     for begin in range(0, len(tiles), batch):
         some = list(range(begin, min(begin + batch, len(tiles))))
@@ -59,7 +64,7 @@ def upscaled(
         result = pipe(
             [prompt] * len(filled), image=images, control=shown,
             latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options,
-            strength=how.strength, **keywords,
+            strength=strength, **keywords,
         )  # fmt: skip
         for i, pixels in zip(some, result.pixels, strict=False):
             tiles.add(i, pixels)
@@ -92,10 +97,9 @@ def check_for_upscale(options: Options) -> None:
     Raises:
         InputError: naming them.
     """
-    if options.hires > 1 or options.outpaint or options.padding_mask_crop is not None:
-        raise InputError("hires, outpaint and padding_mask_crop do not go with upscale; leave them out")
-    if options.denoising_start or options.denoising_end < 1:
-        raise InputError("denoising_start and denoising_end do not go with upscale, whose strength says what is run")
+    names = ("hires", "outpaint", "padding_mask_crop", "denoising_start", "denoising_end")
+    for name in sorted(options.changed_names().intersection(names)):
+        raise InputError(name, "is not for tiles", cure="leave it out")
 
 
 class Tile(NamedTuple):
@@ -123,7 +127,9 @@ def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
     scale = check_setting(Enlarging, "scale", scale)
     width, height = (max(1, round(side * scale)) for side in source.size)
     if width * height > MOST_PIXELS:
-        raise InputError("scale", scale, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
+        raise InputError(
+            "scale", f"makes {width} x {height} pixels, more than {MOST_PIXELS}", cure="use less", value=scale
+        )
     return width, height
 
 

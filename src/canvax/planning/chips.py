@@ -25,7 +25,7 @@ _TPUS = {
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
-    """Returns the peak FLOP/s of a device in a dtype; None without a data sheet value, as for CPUs and float32.
+    """Return the peak FLOP/s of a device in a dtype; None without a data sheet value, as for CPUs and float32.
 
     ``kind`` is JAX's ``device_kind``, e.g. "NVIDIA H100 80GB HBM3".
     """

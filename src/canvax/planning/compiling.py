@@ -28,7 +28,7 @@ NAMES = {"encode": "text encoder", "denoise": "denoiser", "decode": "decoder"}
 def compile_programs(
     job: Job, versions: Mapping[str, str], *, reuse: bool, announce: Callable[[str, float | None], None] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each program, from an earlier plan or by compiling it now.
+    """Return the figures of each program, from an earlier plan or by compiling it now.
 
     Raises:
         InputError: the compiler does not support the target.
@@ -53,12 +53,12 @@ def compile_programs(
 
 
 def cache_folder() -> Path:
-    """Returns the folder of stored plans, inside the cache of programs (CANVAX_CACHE_DIR)."""
+    """Return the folder of stored plans, inside the cache of programs (CANVAX_CACHE_DIR)."""
     return usual_path() / "plans"
 
 
 def _key(job: Job, program: str, versions: Mapping[str, str]) -> str:
-    """Returns a hash of everything that determines a program: job, canvax's code, compiler and its flags."""
+    """Return a hash of everything that determines a program: job, canvax's code, compiler and its flags."""
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     description = json.dumps([job.describe(program), dict(versions), flags], sort_keys=True)
     digest = hashlib.sha256(description.encode())
@@ -80,7 +80,7 @@ def _keep(file: Path, result: Mapping[str, Any]) -> None:
 
 
 def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the messages of the compiling process as they arrive."""
+    """Yield the messages of the compiling process as they arrive."""
     paths = (str(_PACKAGE.parent), os.environ.get("PYTHONPATH", ""))
     env = environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # -P: do not import modules such as a jax.py from the current folder.
@@ -98,7 +98,7 @@ def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
                 message = json.loads(line)
                 if "refused" in message:
                     compiler = parse_target(job.target).compiler
-                    raise InputError("target", job.target, f"is refused by {compiler}: {message['refused']}")
+                    raise InputError("target", f"is refused by {compiler}: {message['refused']}", value=job.target)
                 yield message
             if process.wait() != 0:
                 noise.seek(0)

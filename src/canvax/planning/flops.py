@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from canvax.compile.additions import ReadsReferences
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs
 from canvax.kernels.target import traced
@@ -19,7 +20,7 @@ from canvax.quantize import compute_dtype
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
-    """Counts the FLOPs of matmuls, convolutions and custom kernels in a call; a multiply-add counts as two.
+    """Count the FLOPs of matmuls, convolutions and custom kernels in a call; a multiply-add counts as two.
 
     Arguments can be abstract. The body of a loop counts once per iteration, or once if the length is unknown. Papers
     count networks in this way; the compiler's figure includes element-wise work, and counts the body of any loop once.
@@ -35,13 +36,13 @@ def evaluation_flops(
     guided: bool,
     references: tuple[tuple[int, int], ...] = (),
 ) -> float:
-    """Counts the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C]; guidance doubles the batch.
+    """Count the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C]; guidance doubles the batch.
 
     ``params`` are arrays, or their shapes and dtypes; ``references`` are heights and widths of reference images.
     """
     denoiser = programs.networks.denoiser
     samples = latents[0] * (2 if guided else 1), *latents[1:]
-    kinds = Kinds(guided=(False,), references=references)
+    kinds = Kinds((False,)).adding(references and ReadsReferences(references))
     program = programs.wanted(params, samples, kinds)[DENOISERS[False]]
     conditions = program.inputs[0].flight.prompts[0]
 

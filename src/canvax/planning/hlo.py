@@ -56,7 +56,7 @@ class Work:
         return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, count: int) -> Work:
-        """Returns the cost of ``count`` repetitions."""
+        """Return the cost of ``count`` repetitions."""
         return Work(self.seconds * count, self.bytes * count, self.kernels * count, self.unpriced)
 
 
@@ -72,7 +72,7 @@ class Instruction:
     line: str
 
     def called(self, role: str) -> list[str]:
-        """Returns the names of the computations in a ``role``: calls, body, condition, ..."""
+        """Return the names of the computations in a ``role``: calls, body, condition, ..."""
         return [
             n for key, names in _CALLED.findall(self.rest) if key == role for n in re.findall(r"%([\w.\-]+)", names)
         ]
@@ -107,33 +107,33 @@ class Module:
         return {}
 
     def computation(self, name: str) -> Computation:
-        """Parses a computation; the entry computation has the name ""."""
+        """Parse a computation; the entry computation has the name ""."""
         if name not in self._parsed:
             lines = self._lines[name]
             self._parsed[name] = {parsed.name: parsed for parsed in map(_instruction, lines) if parsed is not None}
         return self._parsed[name]
 
     def steps(self) -> Instruction | None:
-        """Finds the first loop whose length is not known at compile time: the loop over the rows of a sampler table."""
+        """Find the first loop whose length is not known at compile time: the loop over the rows of a sampler table."""
         loops = [instruction for instruction in self.computation("").values() if instruction.opcode == "while"]
         return next((loop for loop in loops if self._trips(loop, self.computation("")) is None), None)
 
     def whole(self) -> Work:
-        """Returns the cost of the program; a loop of unknown length counts once, and is listed as unpriced."""
+        """Return the cost of the program; a loop of unknown length counts once, and is listed as unpriced."""
         return self._work("")
 
     def setup(self) -> Work:
-        """Returns the cost outside of the loop ``steps``."""
+        """Return the cost outside of the loop ``steps``."""
         loop = self.steps()
         return self._work("", skip=loop.name if loop else None)
 
     def step(self) -> Work:
-        """Returns the cost of an iteration of ``steps``."""
+        """Return the cost of an iteration of ``steps``."""
         loop = self.steps()
         return Work() if loop is None else self._turn(loop)
 
     def step_text(self) -> str:
-        """Returns the HLO text of an iteration of ``steps``, including all computations it calls."""
+        """Return the HLO text of an iteration of ``steps``, including all computations it calls."""
         loop = self.steps()
         return "" if loop is None else "\n".join(self._reached(loop.called("body") + loop.called("condition"), set()))
 
@@ -176,7 +176,7 @@ class Module:
         return self._work(loop.called("body")[0])
 
     def _seconds(self, instruction: Instruction) -> float | None:
-        """Returns the compiler's estimate of an instruction's time; None if it should have an estimate but has not."""
+        """Return the compiler's estimate of an instruction's time; None if it should have an estimate but has not."""
         if cycles := _CYCLES.search(instruction.rest):
             return int(cycles[1]) / self.chip.clock
         if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest:
@@ -186,7 +186,7 @@ class Module:
         return None if instruction.opcode.removesuffix("-start") in COLLECTIVES else 0.0
 
     def _trips(self, loop: Instruction, computation: Computation) -> int | None:
-        """Returns a loop's iterations if the compiler states them or the condition compares a counter to a constant."""
+        """Return a loop's iterations if the compiler states them or the condition compares a counter to a constant."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         condition = self.computation(loop.called("condition")[0])
@@ -215,7 +215,7 @@ class Module:
         return written + sum(self._read(instruction, i, computation) for i in range(len(instruction.operands)))
 
     def _written(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the bytes that an instruction writes; for an in-place update only the updated part."""
+        """Return the bytes that an instruction writes; for an in-place update only the updated part."""
         whole = hbm_bytes(instruction.shape)
         if whole and instruction.opcode == "fusion":  # a fusion writes its root
             computation = self.computation(instruction.called("calls")[0])
@@ -227,7 +227,7 @@ class Module:
         return min(whole, _all_bytes(computation[instruction.operands[1]].shape))
 
     def _read(self, instruction: Instruction, index: int, computation: Computation) -> float:
-        """Returns the bytes that an instruction reads of an operand; only a slice if it uses no more."""
+        """Return the bytes that an instruction reads of an operand; only a slice if it uses no more."""
         operand = computation.get(instruction.operands[index])
         whole = hbm_bytes(operand.shape) if operand else 0
         if not whole:
@@ -253,7 +253,7 @@ def _runs_kernel(instruction: Instruction) -> bool:
 
 
 def hbm_bytes(shape: str) -> float:
-    """Returns the bytes of a shape's arrays that are in the chip's main memory, space 0."""
+    """Return the bytes of a shape's arrays that are in the chip's main memory, space 0."""
     return sum(
         _size(kind, sides)
         for kind, sides, layout in _ARRAY.findall(shape)
@@ -288,7 +288,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """Returns the index after the bracket that matches the bracket at ``start``."""
+    """Return the index after the bracket that matches the bracket at ``start``."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1

@@ -11,7 +11,7 @@ from canvax.compile.kinds import reference_encoder
 from canvax.models.networks import Networks
 
 PROGRAMS = ("encode", "denoise", "decode")
-"""Those of all models; reference images have encoders, one for each of their sizes."""
+"""Programs of all models; each size of reference images has a further program."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Job:
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """The names of all programs."""
+        """Names of all programs."""
         return (*PROGRAMS, *dict.fromkeys(map(reference_encoder, self.references)))
 
     def describe(self, program: str) -> dict[str, Any]:
-        """Returns everything that determines a program."""
+        """Return everything that determines a program."""
         same = {"program": program, "target": self.target, "mesh": self.mesh, "batch": self.batch, "dtype": self.dtype}
         if self.quantize and program in ("encode", "denoise"):
             same["quantize"] = self.quantize
@@ -65,12 +65,12 @@ class Job:
         return same | size | denoiser | {"guided": self.guided}
 
     def dumps(self) -> str:
-        """Serialises the job as a line, for the process that compiles."""
+        """Serialise the job as a line, for the process that compiles."""
         return base64.b64encode(pickle.dumps(self)).decode()
 
     @classmethod
     def loads(cls, text: str) -> Self:
-        """Inverts ``dumps``."""
+        """Invert ``dumps``."""
         job = pickle.loads(base64.b64decode(text))
         assert isinstance(job, cls)
         return job

@@ -19,7 +19,7 @@ from typing import Any
 from canvax._version import __version__
 from canvax.compile.kinds import reference_encoder
 from canvax.denoise import WINDOW
-from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
+from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.base import Defaults, Family
 from canvax.families.known import FAMILIES, PRESETS, family_of
 from canvax.families.local_models import completed
@@ -89,7 +89,7 @@ class ProgramPlan:
     cost_analysis: Mapping[str, float] = field(default_factory=dict)
 
     def bound_seconds(self, chip: Chip) -> float:
-        """Returns a lower bound of an evaluation: its FLOPs at the data sheet's peak, or its bytes at full bandwidth.
+        """Return a lower bound of an evaluation: its FLOPs at the data sheet's peak, or its bytes at full bandwidth.
 
         For a GPU only weights, inputs and results count, since its cache may avoid other transfers.
         """
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak memory fits in the memory that programs can use (without the runtime's share)."""
+        """True if the peak memory fits in the memory that programs can use (without the runtime's share)."""
         return self.why_not is None
 
     @property
@@ -184,7 +184,7 @@ class Plan:
         return sum(program.evaluations * program.bound_seconds(self.target.chip) for program in self.programs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all figures as a dict for JSON."""
+        """Return all figures as a dict for JSON."""
         chip = self.target.chip
         same = {
             name: getattr(self, name)
@@ -243,7 +243,7 @@ def plan(
     tokenizer: str | Path | None = None,
     **source: Any,
 ) -> Plan:
-    """Compiles a model for TPUs or GPUs that are not present, and reports memory and time.
+    """Compile a model for TPUs or GPUs that are not present, and report memory and time.
 
     It needs libtpu (``pip install '.[tpu]'``) or JAX's CUDA plugin (``'.[cuda]'``), but no device and no weights. On
     two cores a full SDXL takes some minutes for a TPU, and one minute for a GPU. Results are stored, so that the same
@@ -258,18 +258,18 @@ def plan(
         height: height in pixels, a multiple of 8, 16 or 32, as the model needs; by default the size that it was
             trained for.
         width: width in pixels, with the rule and the default of ``height``.
-        steps: number of evaluations of the denoiser; by default the steps of a call that names none.
-        guided: whether images are generated with guidance; by default as in a call that names no guidance scale.
+        steps: number of evaluations of the denoiser; by default the model's default.
+        guided: True with guidance; by default as in a call without a guidance scale.
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
         quantize: as in ``canvax.load``, for large weights in 8 bits.
         mesh: number of devices along ``data`` and ``model``; by default all on ``data``.
-        references: reference images that a model reads which edits: how many, each of the image's size, or the height
-            and width of each.
+        references: reference images of a model that edits: their number, each of the image's size, or the height and
+            width of each.
         reuse: use the results of earlier plans with the same versions.
         announce: called at the begin and end of each compilation.
-        vae: as in ``canvax.load``; of a Hub id all is downloaded.
-        text_encoder: likewise.
-        tokenizer: likewise.
+        vae: as in ``canvax.load``; a Hub id is downloaded completely.
+        text_encoder: as ``vae``.
+        tokenizer: as ``vae``.
         source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in ``canvax.load``.
 
     Raises:
@@ -281,12 +281,12 @@ def plan(
         raise InputError(f"plan has no argument {name!r:.80}; {nearest(name, [*signature(plan).parameters, *known])}")
     aim = parse_target(target)
     if not isinstance(mesh, Mapping | None):
-        raise InputError("mesh", mesh, "does not map axes to devices, as {'data': 4} does")
+        raise InputError("mesh", "does not map axes to devices, as {'data': 4} does", value=mesh)
     axes = check_axes(mesh, aim.devices, aim)
     batch = check_count("batch", axes["data"] if batch is None else batch)
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
-        raise InputError("batch", batch, f"cannot be split over data={axes['data']} devices", f"use {up}")
+        raise InputError("batch", f"cannot be split over data={axes['data']} devices", cure=f"use {up}", value=batch)
     if steps is not None:
         check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
@@ -331,7 +331,7 @@ def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramP
 
 
 def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> dict[str, int]:
-    """Returns the number of devices along each axis of the mesh.
+    """Return the number of devices along each axis of the mesh.
 
     Raises:
         InputError: their product is not the target's number of devices.
@@ -339,31 +339,31 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
     asked = {"model": 1, **(mesh or {})}
     for name, size in asked.items():
         if name not in AXES:
-            raise InputError("mesh", NO_VALUE, f"has an axis {name!r}", nearest(name, AXES))
+            raise InputError("mesh", f"has an axis {name!r}", cure=nearest(name, AXES))
         check_count(name, size)
     axes = {"data": devices // asked["model"], **asked}
     if axes["data"] * axes["model"] != devices:
         raise InputError(
             "mesh",
-            axes,
             f"has {axes['data'] * axes['model']} devices, {target} has {devices}",
-            f"their product must be {devices}",
+            cure=f"their product must be {devices}",
+            value=axes,
         )
     return axes
 
 
 def architecture(model: str | Path, overrides: Overrides | None = None, **source: Any) -> Networks:
-    """Returns the networks of a preset, a file, a folder or a Hub id, without reading weights."""
+    """Return the networks of a preset, a file, a folder or a Hub id, without reading weights."""
     return _open(model, overrides or Overrides(), **source)[0]
 
 
 def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Networks, Family, Defaults]:
-    """Returns the networks, their family, and the default steps and guidance scale."""
+    """Return the networks, their family, and the default steps and guidance scale."""
     preset_of = next((family for family in FAMILIES if str(model) in family.presets), None)
     if isinstance(model, str) and preset_of:
         Location(model, **source).warn_unused("revision", "cache_dir")
         for name, part in overrides.parts.items():
-            raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
+            raise InputError(name, f"does not go with the preset {model}", cure="leave it out", value=part)
         networks = preset_of.presets[model]
         return networks, preset_of, preset_of.defaults_of(networks)
     try:
@@ -376,7 +376,10 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]
             raise InputError(
-                "model", model, "is no preset, folder or Hub id", f"{nearest(model, names)} Presets: {', '.join(names)}"
+                "model",
+                "is no preset, folder or Hub id",
+                cure=f"{nearest(model, names)} Presets: {', '.join(names)}",
+                value=model,
             ) from error
         raise
     parts = read_parts(files)
@@ -387,7 +390,7 @@ _COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", 
 
 
 def compiler_version(target: Target) -> dict[str, str]:
-    """Returns the package of the compiler for a target, with its version.
+    """Return the package of the compiler for a target, with its version.
 
     Raises:
         CanvaxError: the compiler is not installed.

@@ -131,7 +131,7 @@ def _gpu(
     name: str, tflops: float, bandwidth: float, clock: float, memory: float, capability: tuple[int, int],
     processors: int, shared: int, cache: float,
 ) -> Gpu:  # fmt: skip
-    """Makes a ``Gpu`` from TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of shared memory, MiB of cache."""
+    """Make a ``Gpu`` from TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of shared memory, MiB of cache."""
     return Gpu(
         name, "GPU", tflops * 1e12, bandwidth * 1e9, clock * 1e9, memory * GIB, PREALLOCATED * memory * GIB,
         capability=capability, processors=processors, shared=shared * _KIB, cache=int(cache * _MIB),
@@ -213,20 +213,20 @@ class Target:
 
 
 def parse_target(target: str) -> Target:
-    """Parses a target, e.g. "tpu-v5e:2x2", "v4:2x2x1", "gpu-h100:8" or "l4".
+    """Parse a target, e.g. "tpu-v5e:2x2", "v4:2x2x1", "gpu-h100:8" or "l4".
 
     Raises:
         InputError: ``target`` has another form, or the chip is unknown.
     """
     examples = "write it like 'tpu-v5e:2x2' (four chips), 'tpu-v4:2x2x1', 'gpu-h100' or 'gpu-h100:8'"
     if not isinstance(target, str) or not target:
-        raise InputError("target", target, "is not the name of a TPU or GPU", examples)
+        raise InputError("target", "is not the name of a TPU or GPU", cure=examples, value=target)
     text = target.lower()
     match = _GPU_NAME.fullmatch(text)
     if match and match[1] in GPUS and not text.startswith("tpu"):
         count = int(match[2] or 1)
         if not count:
-            raise InputError("target", target, "has no GPUs", examples)
+            raise InputError("target", "has no GPUs", cure=examples, value=target)
         return Target(GPUS[match[1]], (count,))
     match = _TPU_NAME.fullmatch(text)
     name = match[1] if match else re.sub(r"^[tg]pu[-:]", "", text).partition(":")[0]
@@ -234,24 +234,24 @@ def parse_target(target: str) -> Target:
         begun = [repr(known) for known in (*CHIPS, *GPUS) if name and known.startswith(name) and known != name]
         hint = f"there are {' and '.join(begun)}" if begun else nearest(name, [*CHIPS, *GPUS])
         hint += f" There are {', '.join(CHIPS)} and {', '.join(GPUS)}" if hint.endswith("?") else ""
-        raise InputError("target", target, "is not known", f"{hint}; {examples}")
+        raise InputError("target", "is not known", cure=f"{hint}; {examples}", value=target)
     if match is None:
-        raise InputError("target", target, "does not say how the chips are wired", examples)
+        raise InputError("target", "does not say how the chips are wired", cure=examples, value=target)
     shape = tuple(int(side) for side in match[2].split("x"))
     if not all(shape):
-        raise InputError("target", target, "has no chips", examples)
+        raise InputError("target", "has no chips", cure=examples, value=target)
     if name not in _SPATIAL and shape[2:] > (1,):
         raise InputError(
             "target",
-            target,
             f"is not laid out as chips of a {name}, which lie in a plane, such as tpu-{name}:2x4",
-            examples,
+            cure=examples,
+            value=target,
         )
     return Target(CHIPS[name], shape)
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a process that compiles for absent devices; it must be set before importing JAX.
+    """Return the environment of a process that compiles for absent devices; it must be set before importing JAX.
 
     Without it libtpu searches for a TPU, queries the cloud's metadata server, prints errors to stderr, and cannot be
     loaded twice on a machine.

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from canvax.compile.additions import ReadsReferences
 from canvax.compile.inspect import collectives
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs, decode_images
@@ -35,7 +36,7 @@ from canvax.planning.targets import parse_target
 
 
 def main() -> int:
-    """Compiles the programs of the job whose names are the command's arguments."""
+    """Compile the programs of the job whose names are the command's arguments."""
     report = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps the compiler's output out of the report
     job = Job.loads(sys.stdin.readline())
@@ -54,7 +55,7 @@ def main() -> int:
 
 
 def _end_with_caller() -> None:
-    """Exits when stdin is closed, since the caller has then ended, even by a crash."""
+    """Exit when stdin is closed, since the caller has then ended, even by a crash."""
     sys.stdin.read()
     os._exit(1)
 
@@ -72,13 +73,13 @@ def _memory_fault(error: Exception) -> str:
 
 
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
-    """Compiles a program and returns its figures, the fields of ``canvax.planning.plan.ProgramPlan``."""
+    """Compile a program and return its figures, the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
     programs, specs = Programs(model, mesh), model.specs(job.quantize)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
     latents = model.latent_shape(job.batch, job.height, job.width)
     kind = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}.get(name, name)
-    kinds = Kinds(guided=(job.guided,), references=job.references)
+    kinds = Kinds((job.guided,)).adding(job.references and ReadsReferences(job.references))
     began = time.perf_counter()
     try:
         compiled: Any = programs.program(kind, params, latents, kinds).executable
@@ -115,7 +116,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tuple[int, int, int, int]) -> float:
-    """Counts the FLOPs of an evaluation of a program on the whole batch."""
+    """Count the FLOPs of an evaluation of a program on the whole batch."""
     model, shape = job.model, jax.ShapeDtypeStruct
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":
@@ -125,7 +126,7 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
         if name == "denoise":
             return evaluation_flops(programs, params, latents, guided=job.guided, references=job.references)
-        encoder = programs.wanted(params, latents, Kinds(references=job.references))[name]
+        encoder = programs.wanted(params, latents, Kinds().adding(ReadsReferences(job.references)))[name]
         return count_flops(encoder.function, params["vae"], *encoder.inputs)
 
 

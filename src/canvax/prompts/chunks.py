@@ -1,4 +1,4 @@
-"""Prompts of any length for CLIP, split into chunks of its length, each encoded separately and weighed on the host."""
+"""Prompts of any length for CLIP: splits them into chunks and weights the features of each on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = 77
 MOST_CHUNKS = 8
 
 COUNTS = (1, 2, 4, 6, 8, 12, 24)
-"""Chunks that the denoiser is compiled for. A prompt of fewer is repeated, which attention cannot tell from once."""
+"""Numbers of chunks that the denoiser is compiled for. Repeating a shorter prompt does not change attention."""
 
 _BACK = 20
 """A full chunk ends after its last comma if at most this many tokens follow the comma."""
@@ -28,25 +28,25 @@ Chunk = tuple[tuple[int, ...], tuple[float, ...]]
 """Ids and weights of a chunk, including its begin, end and padding tokens, whose weight is 1."""
 
 _ALMOST_NOTHING = 1e-4
-"""In place of a weight of 0 or less, where its tangent would be infinite (Compel)."""
+"""Replaces weights of 0 or less, where the tangent would be infinite (Compel)."""
 
 
 class Variant(NamedTuple):
-    """A text as chunks, and its share of the features."""
+    """A text in chunks, and its share of the features."""
 
     chunks: tuple[Chunk, ...]
     share: float
 
 
 class ChunkedWords(NamedTuple):
-    """What CLIP reads of a prompt.
+    """A prompt in chunks.
 
     Attributes:
-        length: tokens of its chunks.
-        variants: of the text, each of as many chunks.
-        blank: the chunk without words.
-        syntax: what the weights of tokens mean.
-        skip: layers that are left out at the end (``clip_skip``).
+        length: number of tokens of its chunks.
+        variants: variants of the text with the same number of chunks.
+        blank: chunk without words.
+        syntax: prompt syntax, which determines how weights are applied.
+        skip: number of last layers to skip (``clip_skip``).
     """
 
     length: int
@@ -57,17 +57,17 @@ class ChunkedWords(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """How many chunks each variant has."""
+        """Number of chunks of each variant."""
         return len(self.variants[0].chunks)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one chunk without weights."""
+        """True for a single chunk without weights."""
         return len(self.variants) == self.chunks == 1 and set(self.variants[0].chunks[0][1]) == {1.0}
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface that ``chunked`` needs."""
+    """Tokenizer interface of ``chunked``."""
 
     @property
     def bos(self) -> int:
@@ -85,16 +85,16 @@ class Tokenizer(Protocol):
         ...
 
     def ids(self, text: str) -> list[int]:
-        """Returns the ids of a text, without begin and end."""
+        """Return the ids of a text, without begin and end."""
         ...
 
     def units(self, text: str) -> list[tuple[int, ...]]:
-        """Returns the ids of a text, grouped: the ids of a group must be in the same chunk."""
+        """Return the ids of a text, grouped: the ids of a group must be in the same chunk."""
         ...
 
 
 def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = CHUNK) -> list[Chunk]:
-    """Splits a prompt into chunks, at least one.
+    """Split a prompt into chunks, at least one.
 
     A full chunk ends after its last comma, if that is within its final 20 tokens.
 
@@ -120,12 +120,12 @@ def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = C
     if len(chunks) > MOST_CHUNKS:
         words = "".join(text for text, _ in fragments)
         problem = f"has {len(chunks)} chunks of {room} tokens, more than {MOST_CHUNKS}"
-        raise InputError("prompt", words[:60], problem, "shorten it")
+        raise InputError("prompt", problem, cure="shorten it", value=words[:60])
     return [_framed(tokenizer, chunk, length) for chunk in chunks]
 
 
 def chunk_count(counts: Iterable[int]) -> int:
-    """Return how many chunks prompts of so many each are brought to: one of ``COUNTS`` if that holds them all."""
+    """Return the number of chunks that prompts are repeated up to: one of ``COUNTS`` if possible."""
     together = math.lcm(*(counts := set(counts)))
     if together > COUNTS[-1]:
         together = max(counts)
@@ -147,7 +147,10 @@ def read_chunks(
 
 
 def _variants(pieces: Sequence[Fragment], syntax: PromptSyntax) -> list[tuple[Sequence[Fragment], float]]:
-    """The text, and for Compel the text without each piece of less weight than 1: the less, the larger its share."""
+    """Return the text, and for Compel also the text without each piece of weight below 1.
+
+    The share of a variant grows as the weight of its missing piece falls.
+    """
     variants: list[tuple[Sequence[Fragment], float]] = [(pieces, 1.0)]
     if syntax == "compel":
         for i, (_, weight) in enumerate(pieces):
@@ -167,27 +170,27 @@ def extended(words: ChunkedWords, length: int) -> ChunkedWords:
 
 
 class Mixture:
-    """Makes the features of prompts from those of their chunks: weighed, put one behind the other, added up.
+    """Computes the features of prompts from those of their chunks: weighted, concatenated and added up.
 
     Attributes:
-        passes: the chunk of each prompt, for each pass of the encoder.
+        passes: chunk of each prompt, for each pass of the encoder.
     """
 
     def __init__(self, words: Sequence[ChunkedWords], count: int) -> None:
-        """Plan the passes for prompts that are brought to ``count`` chunks."""
+        """Plan the passes for prompts that are repeated up to ``count`` chunks."""
         self._words, self._count = words, count
-        counts = max(len(one.variants) for one in words), max(one.chunks for one in words)
+        counts = max(len(prompt.variants) for prompt in words), max(prompt.chunks for prompt in words)
         self._chosen = [
-            [[_nth(_nth(one.variants, v).chunks, c) for one in words] for c in range(counts[1])]
+            [[_nth(_nth(prompt.variants, v).chunks, c) for prompt in words] for c in range(counts[1])]
             for v in range(counts[0])
         ]
         self.passes: list[list[Chunk]] = []
         self._number: dict[tuple[tuple[int, ...], ...], int] = {}
         for chosen in (chosen for of_variant in self._chosen for chosen in of_variant):
             self._pass(chosen)
-        variants = chain.from_iterable(one.variants for one in words)
+        variants = chain.from_iterable(prompt.variants for prompt in words)
         heavy = any(set(weights) != {1.0} for variant in variants for _, weights in variant.chunks)
-        if heavy or any(count % one.chunks for one in words):
+        if heavy or any(count % prompt.chunks for prompt in words):
             self._pass(self._blank)
 
     def __call__(self, passes: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -207,10 +210,10 @@ class Mixture:
 
     @property
     def _blank(self) -> list[Chunk]:
-        return [one.blank for one in self._words]
+        return [prompt.blank for prompt in self._words]
 
     def _pass(self, chosen: Sequence[Chunk]) -> int:
-        """The pass that encodes these chunks, a new one if there is none."""
+        """Return the pass that encodes these chunks, a new one if necessary."""
         ids = tuple(ids for ids, _ in chosen)
         if ids not in self._number:
             self._number[ids] = len(self.passes)
@@ -218,7 +221,7 @@ class Mixture:
         return self._number[ids]
 
     def _weighed(self, features: list[Any], chosen: Sequence[Chunk], rows: Sequence[int]) -> Any:
-        """Features of a chunk of each prompt with the weights of its tokens; the very bits where there is none."""
+        """Return the features of one chunk of each prompt, multiplied by weights; bit-identical without weights."""
         plain, xp = features[self._pass(chosen)], features[0].__array_namespace__()
         weights = np.array([chosen[row][1] for row in rows], np.float32)
         if (weights == 1).all():
@@ -227,7 +230,7 @@ class Mixture:
         return xp.where((weights == 1).all(axis=1)[:, None, None], plain, heavy)
 
     def _lengthened(self, features: list[Any], chunks: list[Any], at: int, row: int) -> Any:
-        """The chunks of a prompt, repeated, or filled up with those without words."""
+        """Return the features of a prompt's chunks, repeated or followed by chunks without words."""
         xp, count = chunks[0].__array_namespace__(), self._words[row].chunks
         parts = [chunk[at] for chunk in chunks[:count]]
         if self._count % count == 0:

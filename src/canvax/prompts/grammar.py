@@ -19,8 +19,7 @@ BREAK: Fragment = ("BREAK", -1.0)
 MOST_WEIGHT = 100.0
 
 _DEEPEST = 100
-"""Limit on nested brackets; deeper brackets are text. Each bracket multiplies all its pieces, so time grows with
-depth."""
+"""Limit on nested brackets; deeper ones are text. Each bracket multiplies its pieces, so time grows with depth."""
 
 _UP = 1.1
 _DOWN = 0.9
@@ -39,7 +38,7 @@ _BREAK = re.compile(r"\s*\bBREAK\b\s*")
 
 
 def fragments(prompt: str, syntax: PromptSyntax) -> list[Fragment]:
-    """Splits a prompt into pieces with weights, at least one; neighbours of equal weight are joined.
+    """Split a prompt into pieces with weights, at least one; neighbours of equal weight are joined.
 
     Raises:
         InputError: a weight is too large, or the prompt has weights but no words.
@@ -53,20 +52,23 @@ def fragments(prompt: str, syntax: PromptSyntax) -> list[Fragment]:
         elif text:
             joined.append((text, weight))
     if not joined and prompt.strip():
-        raise InputError("prompt", prompt[:80], "has weights and no words", "write (words:1.2)")
+        raise InputError("prompt", "has weights and no words", cure="write (words:1.2)", value=prompt[:80])
     return joined or [("", 1.0)]
 
 
 def check_weight(prompt: str, weight: float) -> None:
-    """Raises InputError for a weight above ``MOST_WEIGHT``, which would destroy the image."""
+    """Raise InputError for a weight above ``MOST_WEIGHT``, which would destroy the image."""
     if abs(weight) > MOST_WEIGHT:
         raise InputError(
-            "prompt", prompt[:80], f"has a weight of {weight:g}, more than {MOST_WEIGHT:g}", "0.5 to 1.5 is usual"
+            "prompt",
+            f"has a weight of {weight:g}, more than {MOST_WEIGHT:g}",
+            cure="0.5 to 1.5 is usual",
+            value=prompt[:80],
         )
 
 
 def words_of(prompt: str, syntax: PromptSyntax) -> str:
-    """Returns the words of a prompt without its weights."""
+    """Return the words of a prompt without its weights."""
     return "".join(text if (text, weight) != BREAK else " " for text, weight in fragments(prompt, syntax))
 
 
@@ -75,7 +77,7 @@ def _plain(prompt: str) -> list[Fragment]:
 
 
 def _a1111(prompt: str) -> list[Fragment]:
-    """Reads (more), [less], (words:1.3), backslash escapes and BREAK. An unclosed bracket extends to the end."""
+    """Read (more), [less], (words:1.3), backslash escapes and BREAK. An unclosed bracket extends to the end."""
     pieces: list[Fragment] = []
     opened: dict[str, list[int]] = {"(": [], "[": []}
 
@@ -106,7 +108,7 @@ def _a1111(prompt: str) -> list[Fragment]:
 
 
 def _comfy(prompt: str) -> list[Fragment]:
-    """Reads (more), (words:1.3) and escaped brackets. A number is the final weight: outer brackets do not change it."""
+    """Read (more), (words:1.3) and escaped brackets. A number is the final weight: outer brackets do not change it."""
     pieces: list[Fragment] = []
     tokens = _COMFY.findall(prompt)
     closes: dict[int, int] = {}
@@ -134,7 +136,7 @@ def _comfy(prompt: str) -> list[Fragment]:
 
 
 def _compel(prompt: str) -> list[Fragment]:
-    """Reads word+, word--, (two words)++, (two words)1.3 and backslash escapes; brackets without a sign only group."""
+    """Read word+, word--, (two words)++, (two words)1.3 and backslash escapes; brackets without a sign only group."""
     pieces: list[Fragment] = []
     opened: list[int] = []
     for match in _COMPEL.finditer(prompt):
@@ -152,14 +154,14 @@ def _compel(prompt: str) -> list[Fragment]:
 
 
 def _factor(sign: str) -> float:
-    """Returns the factor of a Compel sign."""
+    """Return the factor of a Compel sign."""
     if sign[:1] in ("+", "-"):
         return (_UP if sign[0] == "+" else _DOWN) ** min(len(sign), 1000)  # avoids overflow; far above MOST_WEIGHT
     return float(sign or 1)
 
 
 def _number(text: str) -> float | None:
-    """Returns the weight, or None if the text is not a number, as in "1.2.3"."""
+    """Return the weight, or None if the text is not a number, as in "1.2.3"."""
     try:
         return float(text)
     except ValueError:

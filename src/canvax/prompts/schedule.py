@@ -19,7 +19,7 @@ At = Callable[[int], str]
 
 
 def parts_of(prompt: str) -> list[tuple[str, float]]:
-    """Splits a prompt at AND; returns each part with the weight after its colon, by default 1."""
+    """Split a prompt at AND; return each part with the weight after its colon, by default 1."""
     parts = []
     for text in _AND.split(prompt):
         match = _PART.fullmatch(text)
@@ -29,7 +29,7 @@ def parts_of(prompt: str) -> list[tuple[str, float]]:
 
 
 def schedule_of(prompt: str, steps: int) -> list[tuple[int, str]]:
-    """Returns the texts of a run, each with its first step, counted from 0.
+    """Return the texts of a run, each with its first step, counted from 0.
 
     ``[from:to:when]`` changes after ``when`` steps, or after this fraction of the run if ``when`` has a decimal point.
     ``[a|b]`` alternates every step. As in A1111, a text lasts one step longer than ``when`` says, and the first text of
@@ -75,7 +75,7 @@ class _Reader:
         self.depth = 0
 
     def sequence(self, position: int, *, top: bool = False) -> tuple[At, int]:
-        """Parses text and groups up to an outer separator or closing bracket; also returns the position of that."""
+        """Parse text and groups up to an outer separator or closing bracket; also return the position of that."""
         pieces: list[At] = []
         self.depth += 1
         if self.depth > _DEEPEST:
@@ -100,7 +100,7 @@ class _Reader:
         return (lambda step: "".join(piece(step) for piece in pieces)), position
 
     def bracket(self, position: int) -> tuple[At, int] | None:
-        """Parses round brackets, which stay in the text; returns None if they are not closed."""
+        """Parse round brackets, which stay in the text; return None if they are not closed."""
         pieces = [_always("(")]
         while True:
             piece, position = self.sequence(position)
@@ -113,7 +113,7 @@ class _Reader:
                 return (lambda step: "".join(piece(step) for piece in pieces)), position
 
     def group(self, position: int) -> tuple[At, int] | None:
-        """Parses square brackets: a schedule, an alternation, or plain text, which keeps its brackets.
+        """Parse square brackets: a schedule, an alternation, or plain text, which keeps its brackets.
 
         Returns None if they are not closed.
         """

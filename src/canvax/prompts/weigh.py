@@ -11,7 +11,7 @@ _NOTHING = 1e-8
 
 
 def weighed(features: Any, weights: Any, empty: Any, syntax: PromptSyntax) -> Any:
-    """Applies the weights [..., T] of a chunk's tokens to its features [..., T, D] float32.
+    """Apply the weights [..., T] of a chunk's tokens to its features [..., T, D] float32.
 
     A1111 multiplies the features and then restores their mean, unless the mean is 0. This function takes the mean of
     each chunk; A1111 takes it over all prompts of a batch, so that an image depends on its neighbours. ComfyUI and

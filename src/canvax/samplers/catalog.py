@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
+from canvax.errors import FLOAT32_MAX, InputError, conflict, did_you_mean, nearest, shown
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, faults_of, options_of, schedule_of, without_nulls
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
@@ -43,7 +43,7 @@ class Scheduler:
 
 
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
-    """Finds a sampler by any spelling of its name; also returns the options that the name implies.
+    """Find a sampler by any spelling of its name; also return the options that the name implies.
 
     The name may end with a curve of `canvax.samplers.CURVES` in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
     which selects the sigmas. A class name (EulerDiscreteScheduler) implies no options: the checkpoint decides them.
@@ -64,27 +64,30 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
             continue
         if not spec.curves:
             raise InputError(
-                "sampler", name, f"names {curve} sigmas, which {spec.label} does not take", f"use {spec.label!r}"
+                "sampler",
+                f"names {curve} sigmas, which {spec.label} does not take",
+                cure=f"use {spec.label!r}",
+                value=name,
             )
         return spec, {**spec.implied, "sigmas": curve}
     for stem in (key, *map(key.removesuffix, _SUFFIXES)):
         if stem in IMPOSSIBLE:
-            raise InputError("sampler", name, f"is not possible: {IMPOSSIBLE[stem]}")
+            raise InputError("sampler", f"is not possible: {IMPOSSIBLE[stem]}", value=name)
     if key in _SUFFIXES:
         raise InputError(
             "sampler",
-            name,
             "is a sigma schedule",
-            f"write {{sigmas={_SUFFIXES[key]!r}}}, or a name such as 'DPM++ 2M {name}'",
+            cure=f"write {{sigmas={_SUFFIXES[key]!r}}}, or a name such as 'DPM++ 2M {name}'",
+            value=name,
         )
     choices = [spec.label for spec in SAMPLERS]
     choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class) if spelling]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
-    raise InputError("sampler", name, "is not known", nearest(str(name), choices, "canvax samplers"))
+    raise InputError("sampler", "is not known", cure=nearest(str(name), choices, "canvax samplers"), value=name)
 
 
 def _plain(name: str) -> str:
-    """Normalises a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
+    """Normalise a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
     pluses = re.sub(r"(?<!\+)\+\+(?!\+)", "pp", str(name).lower())  # of three or more none is a separator
     return re.sub(r"[\s\-_.,;:*/()]|(?<!\+)\+(?!\+)", "", pluses)
 
@@ -100,14 +103,14 @@ _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 
 
 def curve_named(name: str) -> str:
-    """Finds a curve by any spelling of its name; returns the canonical name."""
+    """Find a curve by any spelling of its name; return the canonical name."""
     if _plain(name) not in _SUFFIXES:
-        raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES, "canvax samplers curves"))
+        raise InputError("sigmas", "is not known", cure=nearest(str(name), NAMES, "canvax samplers curves"), value=name)
     return _SUFFIXES[_plain(name)]
 
 
 def from_scheduler_config(config: Mapping[str, Any]) -> Scheduler:
-    """Reads a scheduler_config.json. The InputError lists all unsupported fields and values together."""
+    """Read a scheduler_config.json. The InputError lists all unsupported fields and values together."""
     config = without_nulls(_table_of(config))
     name = config.get("_class_name")
     stem = str(name).removeprefix("Flax")
@@ -116,9 +119,9 @@ def from_scheduler_config(config: Mapping[str, Any]) -> Scheduler:
         cure = did_you_mean(stem, list(CLASS_DEFAULTS)).removesuffix("?")
         raise InputError(
             "_class_name",
-            name,
             "of the scheduler config is not supported",
-            f"{cure and f'{cure}; '}supported are the classes that canvax samplers lists",
+            cure=f"{cure and f'{cure}; '}supported are the classes that canvax samplers lists",
+            value=name,
         )
     spec, implied = find(stem)
     options = _read(config, spec, implied)
@@ -126,16 +129,16 @@ def from_scheduler_config(config: Mapping[str, Any]) -> Scheduler:
 
 
 def _table_of(config: Any) -> Mapping[str, Any]:
-    """Returns ``config``, after checking that it is a mapping with string keys."""
+    """Return ``config``, after checking that it is a mapping with string keys."""
     if not isinstance(config, Mapping):
-        raise InputError("config", config, "is not a table, such as json.loads of a scheduler_config.json gives")
+        raise InputError("config", "is not a table, such as json.loads of a scheduler_config.json gives", value=config)
     if other := [name for name in config if not isinstance(name, str)]:
-        raise InputError("config", NO_VALUE, f"has {other[0]!r:.80}, which is not the name of a field")
+        raise InputError("config", f"has {other[0]!r:.80}, which is not the name of a field")
     return config
 
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
-    """Reads the options of `config` for the sampler `spec`; the InputError lists all faults together."""
+    """Read the options of `config` for the sampler `spec`; the InputError lists all faults together."""
     class_name = spec.diffusers_class or "EulerDiscreteScheduler"
     faults = faults_of(config, class_name)
     if faults:
@@ -146,7 +149,7 @@ def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, An
 
 
 def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
-    """Returns the stochastic form of `spec`, with noise and an adjustable eta, if the config selects an SDE."""
+    """Return the stochastic form of `spec`, with noise and an adjustable eta, if the config selects an SDE."""
     if spec.eta or not options.algorithm_type.startswith("sde"):
         return spec
     if spec.name == "dpmpp_2m":
@@ -155,7 +158,7 @@ def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
 
 
 def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> dict[str, Any]:
-    """Corrects `config` as the pipelines of Stable Diffusion do: no class default clips latents to -1..1.
+    """Correct `config` as the pipelines of Stable Diffusion do: no class default clips latents to -1..1.
 
     Pipelines of 1.x and 2.x always use steps_offset 1 and no clip_sample: early checkpoints left these out, and the
     reference pipelines correct them. For SDXL (`xl`) the values in the config count. Invalid values are not replaced,
@@ -185,7 +188,7 @@ def build_table(
     guidance_interval: Sequence[float] = (0.0, 1.0),
     settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
-    """Builds the table of a run.
+    """Build the table of a run.
 
     steps: number of steps as usually counted (see `SamplerSpec.evaluations`); None if sigmas or timesteps are lists.
     sampler: None for the checkpoint's, otherwise any name that `find` accepts. It uses the checkpoint's noise schedule,
@@ -202,14 +205,16 @@ def build_table(
     must be the result of the previous part, or `SamplerTable.noised` latents of an image.
     """
     if not isinstance(scheduler, Scheduler):
-        raise InputError("scheduler", scheduler, "is not a Scheduler", "take pipe.model.scheduler")
+        raise InputError("scheduler", "is not a Scheduler", cure="take pipe.model.scheduler", value=scheduler)
     if isinstance(sampler, SamplerTable):
         _check_table(sampler, steps, skip)
         changes = {"eta": eta, "spacing": spacing, "sigmas": sigmas, "sampler_settings": settings or None}
         changes |= {"denoising_start": start or None, "denoising_end": None if end == 1 else end}
         if changes := {name: value for name, value in changes.items() if value is not None}:
             name, value = next(iter(changes.items()))
-            raise InputError(name, value, "has no effect on a sampler that is a table", "build the table with it")
+            raise InputError(
+                name, "has no effect on a sampler that is a table", cure="build the table with it", value=value
+            )
         return _guided(sampler, guidance, rescale, guidance_interval, scheduler.schedule)
     settings = dict(settings or {})
     schedule = _schedule_for(scheduler.schedule, settings)
@@ -221,20 +226,16 @@ def build_table(
         spec = _as_configured(spec, options)
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
     if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
-        raise InputError(
-            "sigmas", sigmas, f"does not go with sampler={sampler!r}, whose name has a curve", "leave one of them out"
-        )
+        raise conflict("sigmas", f"sampler={sampler!r}", why="its name has a curve", value=sigmas)
     if options.s_churn and options.s_tmin > options.s_tmax:
-        raise InputError("s_tmin", options.s_tmin, f"is above s_tmax={options.s_tmax:g}", "swap them")
+        raise InputError("s_tmin", f"is above s_tmax={options.s_tmax:g}", cure="swap them", value=options.s_tmin)
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
-        raise InputError(
-            "timesteps", list(options.timesteps), f"does not go with {other}: both place the steps", "leave one out"
-        )
+        raise conflict("timesteps", other, why="both place the steps", value=list(options.timesteps))
     if options.timesteps is not None and options.timesteps[0] > (last := schedule.last_timestep):
         raise InputError(
-            "timesteps", list(options.timesteps), f"has {options.timesteps[0]:g}, which is not in 0..{last}"
+            "timesteps", f"has {options.timesteps[0]:g}, which is not in 0..{last}", value=list(options.timesteps)
         )
     steps = _steps(steps, options, train)
     if not np.all(np.abs(np.asarray(guidance, np.float64)) <= FLOAT32_MAX) or not 0 <= rescale <= 1:
@@ -245,15 +246,15 @@ def build_table(
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
     if skip < 0:
-        raise InputError("skip", skip, "is not a number of steps to leave out", "give 0 or more")
+        raise InputError("skip", "is not a number of steps to leave out", cure="give 0 or more", value=skip)
     if not spec.curves and (start or end < 1 or skip):
-        raise InputError("sampler", spec.name, "is run whole", "a part of it means nothing")
+        raise InputError("sampler", "is run whole", cure="a part of it means nothing", value=spec.name)
     with np.errstate(all="ignore"):  # infinite or NaN values are refused below, without warnings
         try:
             table = spec.solver(schedule, steps, options)
         except np.linalg.LinAlgError:
             raise InputError(
-                "steps", steps, f"gives two levels of sampler={spec.name!r} that are the same", "use fewer"
+                "steps", f"gives two levels of sampler={spec.name!r} that are the same", cure="use fewer", value=steps
             ) from None
         if spec not in SAMPLERS:
             _check_table(table)
@@ -263,9 +264,9 @@ def build_table(
         if lo >= hi and skip >= hi:
             raise InputError(
                 "skip",
-                skip,
                 f"leaves none of {hi} steps (where strength begins after denoising_end)",
-                "skip fewer, or take more steps",
+                cure="skip fewer, or take more steps",
+                value=skip,
             )
         if lo >= hi:
             raise InputError(
@@ -277,7 +278,7 @@ def build_table(
 
 
 def spec_of(sampler: str | SamplerSpec | Solver) -> tuple[SamplerSpec, dict[str, Any]]:
-    """`find` of a name; a spec is itself, and a solver gets one."""
+    """Return the spec of a name or a solver; a spec is returned unchanged."""
     if isinstance(sampler, str):
         return find(sampler)
     spec = sampler if isinstance(sampler, SamplerSpec) else SamplerSpec.of(sampler)
@@ -287,16 +288,18 @@ def spec_of(sampler: str | SamplerSpec | Solver) -> tuple[SamplerSpec, dict[str,
 def _check_table(table: Any, steps: int | None = None, skip: int = 0) -> None:
     """Refuse what a sampler outside of the catalogue gave if it cannot be run."""
     if not isinstance(table, SamplerTable):
-        raise InputError("sampler", NO_VALUE, f"returned {shown(table)}", "return a canvax.samplers.SamplerTable")
+        raise InputError("sampler", f"returned {shown(table)}", cure="return a canvax.samplers.SamplerTable")
     if not len(table) or not table.finite:
-        raise InputError("sampler", NO_VALUE, "is a table without rows, or with numbers that float32 cannot hold")
+        raise InputError("sampler", "is a table without rows, or with numbers that float32 cannot hold")
     if (table.guidance != 1).any() or table.rescale.any():
-        raise InputError("sampler", NO_VALUE, "is a table with guidance", "leave it out there: {guidance_scale=7.5}")
+        raise InputError("sampler", "is a table with guidance", cure="leave it out there: {guidance_scale=7.5}")
     first, whole = int(table.step[0]), int(table.step[-1]) + 1
     if steps not in (None, whole):
-        raise InputError("num_inference_steps", steps, f"is not the {whole} steps of the table", "leave it out")
+        raise InputError(
+            "num_inference_steps", f"is not the {whole} steps of the table", cure="leave it out", value=steps
+        )
     if skip not in (0, first):
-        raise InputError("sampler", NO_VALUE, f"is a table that begins at step {first}, not at {skip}")
+        raise InputError("sampler", f"is a table that begins at step {first}, not at {skip}")
 
 
 FLOW_SETTINGS = ("mu", "shift", "shift_terminal")
@@ -304,7 +307,7 @@ FLOW_SETTINGS = ("mu", "shift", "shift_terminal")
 
 
 def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSchedule:
-    """Returns the model's noise schedule for this run; removes `FLOW_SETTINGS` from `settings`."""
+    """Return the model's noise schedule for this run; remove `FLOW_SETTINGS` from `settings`."""
     if not schedule.is_flow:
         return schedule
     taken = {name: settings.pop(name) for name in FLOW_SETTINGS if settings.get(name) is not None}
@@ -312,11 +315,17 @@ def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSch
         check_option(name, value, 0.0)
     if "mu" in taken and schedule.size_shift is None:
         raise InputError(
-            "mu", taken["mu"], f"does not go with a model whose shift is always {schedule.shift:g}", "leave it out"
+            "mu",
+            f"does not go with a model whose shift is always {schedule.shift:g}",
+            cure="leave it out",
+            value=taken["mu"],
         )
     if not taken.keys() & {"mu", "shift"} and schedule.size_shift is not None:
         raise InputError(
-            "mu", None, "does not say the shift, which follows the size of the image for this model", "give {mu}"
+            "mu",
+            "does not say the shift, which follows the size of the image for this model",
+            cure="give {mu}",
+            value=None,
         )
     if "mu" in taken:
         schedule = schedule.with_mu(float(taken["mu"]))
@@ -334,7 +343,7 @@ def _restarted(
     lo: int,
     hi: int,
 ) -> SamplerTable:
-    """Returns steps lo..hi as a run without memory of the earlier steps, with the guidance of `part`."""
+    """Return steps lo..hi as a run without memory of the earlier steps, with the guidance of `part`."""
     fresh = spec.solver(schedule, steps, replace(options, restart=lo))
     fresh = fresh.take(0, int(np.sum(fresh.step < hi - lo)))
     first = part.step - lo
@@ -350,12 +359,12 @@ def _restarted(
 
 
 def _steps_before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> int:
-    """Counts the steps in the part before `fraction` of the run."""
+    """Count the steps in the part before `fraction` of the run."""
     return int(np.sum(_before(table, schedule, fraction)))
 
 
 def _before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> np.ndarray:
-    """Returns for each step whether it is before `fraction` of the run: its timestep is at the limit or above."""
+    """Return for each step whether it is before `fraction` of the run: its timestep is at the limit or above."""
     begins = table.timestep[np.searchsorted(table.step, np.arange(table.step[-1] + 1))]
     train = schedule.num_train_timesteps
     if schedule.timestep_unit == "index":
@@ -371,11 +380,14 @@ def _guided(
     interval: Sequence[float],
     schedule: NoiseSchedule,
 ) -> SamplerTable:
-    """Sets the guidance of a table, 1 outside of the interval."""
+    """Set the guidance of a table, 1 outside of the interval."""
     low, high = interval if len(interval) == 2 else (1, 0)
     if not 0 <= low < high <= 1:
         raise InputError(
-            "guidance_interval", interval, "is not in order", "give two fractions of the run, 0 <= a < b <= 1"
+            "guidance_interval",
+            "is not in order",
+            cure="give two fractions of the run, 0 <= a < b <= 1",
+            value=interval,
         )
     table = table.with_guidance(guidance, rescale)
     if (low, high) == (0.0, 1.0):
@@ -387,18 +399,18 @@ def _guided(
 
 
 def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
-    """Checks and returns the number of steps; a list of levels or timesteps determines it."""
+    """Check and return the number of steps; a list of levels or timesteps determines it."""
     listed = None
     if options.timesteps is not None:
         listed = len(options.timesteps)
     elif not isinstance(options.sigmas, str):
         listed = len(options.sigmas) - (options.sigmas[-1] == 0)
     if listed is not None and steps not in (None, listed):
-        name = "levels (sigmas)" if options.timesteps is None else "timesteps"
-        raise InputError("steps", steps, f"does not go with {listed} {name} of your own", "give as many steps, or none")
+        name = "sigmas" if options.timesteps is None else "timesteps"
+        raise conflict("steps", name, why=f"they are {listed} steps", value=steps)
     steps = listed if listed is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
-        raise InputError("steps", steps, f"is not a whole number in 1..{train}", "20 to 50 is usual")
+        raise InputError("steps", f"is not a whole number in 1..{train}", cure="20 to 50 is usual", value=steps)
     return int(steps)
 
 
@@ -409,21 +421,23 @@ def _changes(
     sigmas: str | Sequence[float] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Checks the arguments of a call and returns them as fields of SamplerOptions."""
+    """Check the arguments of a call and return them as fields of SamplerOptions."""
     if spacing is not None:
         check_option("spacing", spacing)
     if eta is not None:
         check_option("eta", eta)
     if eta and not spec.eta:
         able = ", ".join(repr(other.name) for other in SAMPLERS if other.eta)
-        raise InputError("eta", eta, f"does not apply to sampler={spec.name!r}", f"leave it out or use {able}")
+        raise InputError(
+            "eta", f"does not apply to sampler={spec.name!r}", cure=f"leave it out or use {able}", value=eta
+        )
     changes: dict[str, Any] = {"eta": eta, "spacing": spacing}
     if isinstance(sigmas, str):
         changes["sigmas"] = curve_named(sigmas)
     elif sigmas is not None:
         changes["sigmas"] = falling("sigmas", sigmas)
     if changes.get("sigmas", "automatic") != "automatic" and not spec.curves:
-        raise InputError("sigmas", sigmas, f"does not apply to sampler={spec.name!r}", "leave it out")
+        raise InputError("sigmas", f"does not apply to sampler={spec.name!r}", cure="leave it out", value=sigmas)
     for name, value in settings.items():
         if name == "timesteps" and spec.curves:
             changes[name] = falling(name, value)
@@ -431,7 +445,7 @@ def _changes(
         able = (*SHAPES, *spec.settings)
         if name not in able:
             problem = f"has {name}={shown(value)}, which is not a setting of sampler={spec.name!r}"
-            raise InputError("sampler_settings", NO_VALUE, problem, f"it has {', '.join(able)}")
+            raise InputError("sampler_settings", problem, cure=f"it has {', '.join(able)}")
         check_option(name, value)
         changes[name] = tuple(value) if isinstance(value, list) else value
     return {name: value for name, value in changes.items() if value is not None}

@@ -143,7 +143,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves out the numbers and lists that are null, which have the defaults of the class then."""
+    """Leave out the numbers and lists that are null, which have the defaults of the class then."""
     defaults = {**_FOREIGN_DEFAULTS, **_SCHEDULE_DEFAULTS}
 
     def has_default(name: str) -> bool:
@@ -154,7 +154,7 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
-    """Lists every unsupported field and value of `config`, each with its cure."""
+    """List every unsupported field and value of `config`, each with its cure."""
     fields = {**_SCHEDULE_DEFAULTS, **CLASS_DEFAULTS[class_name]}
     faults = []
     for key, value in config.items():
@@ -191,7 +191,7 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
 
 
 def _field_faults(key: str, value: Any, default: Any, class_name: str) -> list[str]:
-    """Returns the faults of a known field's value."""
+    """Return the faults of a known field's value."""
     if value is None and (default is None or isinstance(default, bool)):
         return []
     if key in _REFUSED:
@@ -209,7 +209,7 @@ def _field_faults(key: str, value: Any, default: Any, class_name: str) -> list[s
 
 
 def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> NoiseSchedule:
-    """Reads the noise schedule of a model's training from its config; missing fields have the class's defaults."""
+    """Read the noise schedule of a model's training from its config; missing fields have the class's defaults."""
     defaults = CLASS_DEFAULTS.get(class_name or "", {})
     values = {**_SCHEDULE_DEFAULTS, **{name: defaults[name] for name in _SCHEDULE_DEFAULTS if name in defaults}}
     values |= {name: config[name] for name in values if name in config}
@@ -232,7 +232,7 @@ def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> Noi
 
 
 def _flow_schedule(config: Mapping[str, Any], defaults: Mapping[str, Any], train: int, shift: str) -> NoiseSchedule:
-    """Reads the noise schedule of a flow model; `shift` is the name of the field with a constant shift."""
+    """Read the noise schedule of a flow model; `shift` is the name of the field with a constant shift."""
     fields = {name: config.get(name, default) for name, default in defaults.items()}
     terminal = fields.get("shift_terminal")
     if fields.get("use_dynamic_shifting"):
@@ -244,7 +244,7 @@ def _flow_schedule(config: Mapping[str, Any], defaults: Mapping[str, Any], train
 
 
 def options_of(config: Mapping[str, Any], class_name: str, implied: Mapping[str, Any]) -> SamplerOptions:
-    """Reads the options of `config` for `class_name`, with the class's defaults; `implied` fields take precedence."""
+    """Read the options of `config` for `class_name`, with the class's defaults; `implied` fields take precedence."""
     values = {key: config.get(key, default) for key, default in CLASS_DEFAULTS[class_name].items()}
     sigmas = "automatic"
     for flag, curve in _CURVES.items():

@@ -40,11 +40,11 @@ CURVES = (
 
 
 def curve_label(name: str) -> str:
-    """Returns A1111's name of the curve `name`."""
+    """Return A1111's name of the curve `name`."""
     for curve in CURVES:
         if curve.name == name:
             return curve.also[0]
-    raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES))
+    raise InputError("sigmas", "is not known", cure=nearest(str(name), NAMES), value=name)
 
 
 NAMES = tuple(curve.name for curve in CURVES)

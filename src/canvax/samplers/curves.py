@@ -27,7 +27,7 @@ BETA_SHAPE = 0.6
 def curve_levels(
     schedule: NoiseSchedule, steps: int, options: SamplerOptions, largest: float, smallest: float
 ) -> np.ndarray:
-    """Returns the levels [steps] of the curve `options.sigmas`; `largest` and `smallest` are those of the spacing."""
+    """Return the levels [steps] of the curve `options.sigmas`; `largest` and `smallest` are those of the spacing."""
     name = options.sigmas
     if name == "lu":
         return exponential(largest, smallest, steps)
@@ -35,38 +35,40 @@ def curve_levels(
         largest = largest if options.sigma_max is None else options.sigma_max
         smallest = smallest if options.sigma_min is None else options.sigma_min
         if not 0 < smallest <= largest:
-            raise InputError("sigma_min", smallest, f"and sigma_max={largest} must satisfy 0 < sigma_min <= sigma_max")
+            raise InputError(
+                "sigma_min", f"and sigma_max={largest} must satisfy 0 < sigma_min <= sigma_max", value=smallest
+            )
         return _BETWEEN[name](largest, smallest, steps, options.rho)
     if name in _WHOLE:
         return _WHOLE[name](schedule, steps)
-    raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES))
+    raise InputError("sigmas", "is not known", cure=nearest(str(name), NAMES), value=name)
 
 
 def karras(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
-    """Spaces noise levels evenly in sigma^(1/rho): Karras et al. 2022, eq. 5."""
+    """Space noise levels evenly in sigma^(1/rho): Karras et al. 2022, eq. 5."""
     rho = 7.0 if rho is None else rho
     ramp = np.linspace(0.0, 1.0, steps)
     return (largest ** (1 / rho) + ramp * (smallest ** (1 / rho) - largest ** (1 / rho))) ** rho
 
 
 def exponential(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
-    """Spaces noise levels evenly in log sigma, and so in lambda: Lu et al. 2022 (DPM-Solver), section 3.4."""
+    """Space noise levels evenly in log sigma, and so in lambda: Lu et al. 2022 (DPM-Solver), section 3.4."""
     return np.exp(np.linspace(np.log(largest), np.log(smallest), steps))
 
 
 def polyexponential(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
-    """Spaces noise levels so that log sigma falls as a power of an even ramp."""
+    """Space noise levels so that log sigma falls as a power of an even ramp."""
     ramp = np.linspace(1.0, 0.0, steps) ** (1.0 if rho is None else rho)
     return np.exp(ramp * (np.log(largest) - np.log(smallest)) + np.log(smallest))
 
 
 def beta_sigmas(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
-    """Places noise levels at the quantiles of a beta distribution over sigma."""
+    """Place noise levels at the quantiles of a beta distribution over sigma."""
     return smallest + (largest - smallest) * beta_quantile(1.0 - np.linspace(0.0, 1.0, steps))
 
 
 def kl_optimal(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
-    """Spaces noise levels evenly in atan(sigma): Sabour et al. 2024 (Align Your Steps), theorem 3.1."""
+    """Space noise levels evenly in atan(sigma): Sabour et al. 2024 (Align Your Steps), theorem 3.1."""
     return np.tan(np.linspace(np.arctan(largest), np.arctan(smallest), steps))
 
 
@@ -80,36 +82,36 @@ _BETWEEN: dict[object, Callable[[float, float, int, float | None], np.ndarray]] 
 
 
 def normal(schedule: NoiseSchedule, steps: int) -> np.ndarray:
-    """Spaces timesteps evenly from the last to the first."""
+    """Space timesteps evenly from the last to the first."""
     return schedule.sigma_at(np.linspace(schedule.num_train_timesteps - 1, 0, steps))
 
 
 def sgm_uniform(schedule: NoiseSchedule, steps: int) -> np.ndarray:
-    """Returns `normal` with one more step, without its last level."""
+    """Return `normal` with one more step, without its last level."""
     return schedule.sigma_at(np.linspace(schedule.num_train_timesteps - 1, 0, steps + 1)[:-1])
 
 
 def simple(schedule: NoiseSchedule, steps: int) -> np.ndarray:
-    """Takes every n-th training timestep from the noisiest down, n = train / steps."""
+    """Take every n-th training timestep from the noisiest down, n = train / steps."""
     train = schedule.num_train_timesteps
     return schedule.sigmas[train - 1 - (np.arange(steps) * (train / steps)).astype(int)]
 
 
 def ddim_uniform(schedule: NoiseSchedule, steps: int) -> np.ndarray:
-    """Takes every n-th training timestep from the second up, n = train // steps."""
+    """Take every n-th training timestep from the second up, n = train // steps."""
     train = schedule.num_train_timesteps
     chosen = 1 + np.arange(steps)[::-1] * (train // steps)
     return schedule.sigmas[np.minimum(chosen, train - 1)]
 
 
 def beta(schedule: NoiseSchedule, steps: int) -> np.ndarray:
-    """Places fractional timesteps at quantiles of a beta distribution: Lee et al. 2024 (Beta sampling), section 4."""
+    """Place fractional timesteps at quantiles of a beta distribution: Lee et al. 2024 (Beta sampling), section 4."""
     u = 1.0 - np.arange(steps) / steps
     return schedule.sigma_at((schedule.num_train_timesteps - 1) * beta_quantile(u))
 
 
 def align_your_steps(name: str) -> Callable[[NoiseSchedule, int], np.ndarray]:
-    """Returns a curve through the published levels, log-linear between them for other numbers of steps."""
+    """Return a curve through the published levels, log-linear between them for other numbers of steps."""
 
     def levels(schedule: NoiseSchedule, steps: int) -> np.ndarray:
         table = np.log(_AYS[name])
@@ -131,7 +133,7 @@ _WHOLE: dict[object, Callable[[NoiseSchedule, int], np.ndarray]] = {
 
 
 def beta_quantile(u: np.ndarray) -> np.ndarray:
-    """Inverts the distribution function of beta(0.6, 0.6)."""
+    """Invert the distribution function of beta(0.6, 0.6)."""
     from scipy.special import betaincinv  # slow to import, and rarely needed
 
     return betaincinv(BETA_SHAPE, BETA_SHAPE, u)

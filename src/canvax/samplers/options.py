@@ -53,7 +53,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[str | None, ...]] = CHOICES) -> str:
-    """Checks a value of the field `name`, whose type follows from its default.
+    """Check a value of the field `name`, whose type follows from its default.
 
     Returns what the field should contain instead, or "" if `value` is valid.
     """
@@ -142,20 +142,20 @@ class SamplerOptions:
 
 
 def check_option(name: str, value: Any, default: Any = None) -> None:
-    """Raises InputError for an invalid value of a field of `SamplerOptions`, or of a setting with this default."""
+    """Raise InputError for an invalid value of a field of `SamplerOptions`, or of a setting with this default."""
     if fault := fault_of(name, value, getattr(SamplerOptions, name, default)):
-        raise InputError(name, value, f"cannot be used ({fault})")
+        raise InputError(name, f"cannot be used ({fault})", value=value)
 
 
 def falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    """Converts noise levels or timesteps to floats, after checking that they fall."""
+    """Convert noise levels or timesteps to floats, after checking that they fall."""
     try:
         bools = any(isinstance(value, bool) for value in values)
         numbers = np.empty(0) if bools else np.asarray(values, np.float64)
     except Exception:  # an arbitrary object can raise anything
         numbers = np.empty(0)
     if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):
-        raise InputError(name, values, "is not a list of numbers in 0..1e6")
+        raise InputError(name, "is not a list of numbers in 0..1e6", value=values)
     if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
-        raise InputError(name, values, "does not fall from noise to image", "sort it from the largest down")
+        raise InputError(name, "does not fall from noise to image", cure="sort it from the largest down", value=values)
     return tuple(float(number) for number in numbers)

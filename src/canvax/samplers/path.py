@@ -29,7 +29,7 @@ class Frame:
     exploding: bool = False
 
     def alpha_std(self, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the weights of the image and of the noise in x."""
+        """Return the weights of the image and of the noise in x."""
         if self.schedule.is_flow:
             t = level / (1 + level) if self.exploding else level
             return 1 - t, t
@@ -38,12 +38,12 @@ class Frame:
             return alpha, np.where(np.isinf(level), 1.0, level * alpha)
 
     def scale(self, level: np.ndarray) -> np.ndarray:
-        """Returns the scale of y = x / scale."""
+        """Return the scale of y = x / scale."""
         alpha, _ = self.alpha_std(level)
         return np.ones_like(alpha) if self.schedule.is_flow and not self.exploding else alpha
 
     def timestep(self, level: np.ndarray) -> np.ndarray:
-        """Returns the network's timestep at a level."""
+        """Return the network's timestep at a level."""
         level = level / (1 + level) if self.schedule.is_flow and self.exploding else level
         return self.schedule.timestep_of(level)
 
@@ -89,5 +89,5 @@ class Path:
         return self.std / np.maximum(self.alpha, SMALLEST_ALPHA) if self.schedule.is_flow else self.sigmas
 
     def after(self, steps: int) -> Path:
-        """Returns the path without its first `steps` steps."""
+        """Return the path without its first `steps` steps."""
         return replace(self, timesteps=self.timesteps[steps:], sigmas=self.sigmas[steps:])

@@ -22,12 +22,12 @@ D, NOISE = np.eye(SLOTS + 2)[[DENOISED, NOISE_COLUMN]]
 
 
 def column(values: np.ndarray) -> np.ndarray:
-    """Makes a column of numbers [n], to multiply forms [n, 8] by."""
+    """Make a column of numbers [n], to multiply forms [n, 8] by."""
     return np.asarray(values)[:, None]
 
 
 def rows(count: int, slots: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Returns M [count, K, K + 2] that sets each slot in `slots` to its form and keeps the other slots."""
+    """Return M [count, K, K + 2] that sets each slot in `slots` to its form and keeps the other slots."""
     M = np.zeros((count, SLOTS, SLOTS + 2))
     M[:, range(SLOTS), range(SLOTS)] = 1.0
     for slot, form in slots.items():
@@ -36,23 +36,23 @@ def rows(count: int, slots: Mapping[int, np.ndarray]) -> np.ndarray:
 
 
 def interleave(first: np.ndarray, second: np.ndarray, both: np.ndarray) -> np.ndarray:
-    """Interleaves two arrays: first[0], second[0], first[1], ...; omits second[i] where `both[i]` is False."""
+    """Interleave two arrays: first[0], second[0], first[1], ...; omits second[i] where `both[i]` is False."""
     merged = np.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
     return merged[np.stack([np.ones_like(both), both], axis=1).ravel()]
 
 
 def history(count: int, limit: int) -> np.ndarray:
-    """Returns how many values each row [count] can combine: all so far, at most `limit`."""
+    """Return how many values each row [count] can combine: all so far, at most `limit`."""
     return np.minimum(np.arange(count) + 1, limit)
 
 
 def lag(values: np.ndarray, k: int) -> np.ndarray:
-    """Shifts `values` by k rows: each row gets the value of k rows earlier, NaN where there is none."""
+    """Shift `values` by k rows: each row gets the value of k rows earlier, NaN where there is none."""
     return np.concatenate([np.full(k, np.nan), values])[: len(values)]
 
 
 def step_table(path: Path, M: np.ndarray) -> SamplerTable:
-    """Makes the table of a solver with one row per step whose equations are in x."""
+    """Make the table of a solver with one row per step whose equations are in x."""
     scale: np.ndarray | float = 1.0
     if path.schedule.sigma_data is not None:
         M[-1, 0] /= path.alpha[-1]  # the sample of an EDM model is y, not x
@@ -71,7 +71,7 @@ def ve_table(
     step: np.ndarray | None = None,
     init_scale: float | None = None,
 ) -> SamplerTable:
-    """Makes the table of rows N whose equations are in y, with the timestep, level before and level after each row.
+    """Make the table of rows N whose equations are in y, with the timestep, level before and level after each row.
 
     The last row returns y, the sample of these solvers. y starts as noise of the first level.
     """
@@ -88,7 +88,7 @@ def ve_table(
 
 
 def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, combines_eps: bool = False) -> None:
-    """Refuses rows at pure noise (alpha 0, or its replacement along a curve), where eps does not determine the image.
+    """Refuse rows at pure noise (alpha 0, or its replacement along a curve), where eps does not determine the image.
 
     combines_eps: the sampler computes images from eps even if the network predicts images.
     """
@@ -99,25 +99,28 @@ def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, comb
     lower = "" if name in ("lcm", "tcd") else "spacing='leading' without a curve, or "  # they begin at pure noise
     if schedule.prediction_type == "epsilon":
         raise InputError(
-            "prediction_type", "epsilon", f"says nothing about the image at {where}", f"use {lower}{{sampler='euler'}}"
+            "prediction_type",
+            f"says nothing about the image at {where}",
+            cure=f"use {lower}{{sampler='euler'}}",
+            value="epsilon",
         )
     if schedule.prediction_type == "sample" and combines_eps:
         raise InputError(
             "prediction_type",
-            "sample",
             f"is turned into eps by PNDM, which says nothing about the image at {where}",
-            f"use {lower}{{sampler='ddim'}}",
+            cure=f"use {lower}{{sampler='ddim'}}",
+            value="sample",
         )
 
 
 def demand_numbered(schedule: NoiseSchedule, name: str) -> None:
-    """Refuses models that are not trained on numbered timesteps of a variance-preserving process."""
+    """Refuse models that are not trained on numbered timesteps of a variance-preserving process."""
     if schedule.is_flow or schedule.timestep_unit != "index":
         raise InputError(
             "sampler",
-            name,
             "steps between numbered training timesteps, which flow and EDM models do not have",
-            "use {sampler='euler'} or 'heun'",
+            cure="use {sampler='euler'} or 'heun'",
+            value=name,
         )
 
 
@@ -132,7 +135,7 @@ def table_of(
     init_scale: float = 1.0,
     scale: np.ndarray | float = 1.0,
 ) -> SamplerTable:
-    """Makes the table of rows at levels alpha, std. Only this function depends on the prediction type."""
+    """Make the table of rows at levels alpha, std. Only this function depends on the prediction type."""
     count = len(timesteps)
     c_in, p, q = _reading(schedule, alpha, std)
     table = SamplerTable(
@@ -152,15 +155,15 @@ def table_of(
     if not table.finite:
         raise InputError(
             "steps",
-            int(table.step[-1]) + 1,
             "gives this sampler two rows at one noise level, or a level it cannot leave",
-            "use fewer steps or another {spacing}",
+            cure="use fewer steps or another {spacing}",
+            value=int(table.step[-1]) + 1,
         )
     return table
 
 
 def _reading(schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns c_in, p and q of each row."""
+    """Return c_in, p and q of each row."""
     unit = np.ones_like(alpha)
     if schedule.sigma_data is not None:
         level = std / alpha

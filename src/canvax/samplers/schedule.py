@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from canvax.call import PredictionType
-from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
+from canvax.errors import InputError, check_count, nearest, shown
 
 TIMESTEP_UNITS = ("index", "quarter_log", "angle")
 MOST_TIMESTEPS = 1_000_000
@@ -65,37 +65,33 @@ class NoiseSchedule:
         try:
             values = np.asarray(self.alphas_cumprod, np.float64)
         except Exception:  # an arbitrary object can raise anything
-            raise InputError("alphas_cumprod", self.alphas_cumprod, "is not a list of numbers") from None
+            raise InputError("alphas_cumprod", "is not a list of numbers", value=self.alphas_cumprod) from None
         object.__setattr__(self, "alphas_cumprod", values)
         if self.prediction_type not in PREDICTION_TYPES:
             hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
-            raise InputError("prediction_type", self.prediction_type, "is not known", hint)
+            raise InputError("prediction_type", "is not known", cure=hint, value=self.prediction_type)
         if self.timestep_unit not in TIMESTEP_UNITS:
             hint = nearest(self.timestep_unit, TIMESTEP_UNITS)
-            raise InputError("timestep_unit", self.timestep_unit, "is not known", hint)
+            raise InputError("timestep_unit", "is not known", cure=hint, value=self.timestep_unit)
         for name in ("sigma_data", "shift"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise InputError(name, value, "must be more than 0")
+                raise InputError(name, "must be more than 0", value=value)
         if values.ndim == 1 and (np.diff(values) > 0).any():
             raise InputError(
-                "alphas_cumprod",
-                NO_VALUE,
-                "rises somewhere",
-                "give what is left of the image at each timestep, falling",
+                "alphas_cumprod", "rises somewhere", cure="give what is left of the image at each timestep, falling"
             )
         if values.ndim != 1 or values.size == 0 or not np.all((values >= 0) & (values <= 1)):
             raise InputError(
                 "alphas_cumprod",
-                NO_VALUE,
                 f"must be a non-empty list of numbers in 0..1, got shape {values.shape}",
-                "check the betas of the scheduler config",
+                cure="check the betas of the scheduler config",
             )
 
     @classmethod
     def from_betas(
         cls, betas: np.ndarray | Sequence[float], prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False
     ) -> NoiseSchedule:
-        """Makes a schedule from `betas`, optionally rescaled to zero terminal SNR."""
+        """Make a schedule from `betas`, optionally rescaled to zero terminal SNR."""
         values = np.cumprod(1.0 - np.asarray(betas, np.float64))
         return cls(rescaled_to_zero_terminal_snr(values) if zero_terminal_snr else values, prediction_type)
 
@@ -108,26 +104,26 @@ class NoiseSchedule:
         size_shift: Literal["exponential", "linear"] | None = None,
         shift_terminal: float | None = None,
     ) -> NoiseSchedule:
-        """Makes the schedule of rectified flow: t = 1/n, 2/n, ... 1, shifted."""
+        """Make the schedule of rectified flow: t = 1/n, 2/n, ... 1, shifted."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < shift <= 1e6:
-            raise InputError("shift", shift, "must be more than 0, and at most 1e6", "1 is none")
+            raise InputError("shift", "must be more than 0, and at most 1e6", cure="1 is none", value=shift)
         t = shifted(np.arange(1, num_train_timesteps + 1) / num_train_timesteps, shift)
         remaining = (1 - t) ** 2 / ((1 - t) ** 2 + t**2)
         kind = "flow_prediction"
         return cls(remaining, kind, shift=shift, size_shift=size_shift, shift_terminal=shift_terminal)
 
     def mu_of(self, tokens: int) -> float:
-        """Returns `mu` for an image of so many tokens."""
+        """Return `mu` for an image of this many tokens."""
         few, low, many, high = self.mu_line
         return low + (high - low) / (many - few) * (tokens - few)
 
     def with_mu(self, mu: float) -> NoiseSchedule:
-        """Returns the schedule of a flow model for the image size that `mu` belongs to."""
+        """Return the schedule of a flow model for the image size that `mu` belongs to."""
         return self.with_shift(float(np.exp(mu)) if self.size_shift == "exponential" else mu)
 
     def with_shift(self, shift: float) -> NoiseSchedule:
-        """Returns the schedule of a flow model with another shift."""
+        """Return the schedule of a flow model with another shift."""
         new = NoiseSchedule.flow(self.num_train_timesteps, shift)
         return replace(self, alphas_cumprod=new.alphas_cumprod, shift=shift)
 
@@ -135,16 +131,16 @@ class NoiseSchedule:
     def edm(
         cls, sigma_min: float, sigma_max: float, sigma_data: float, prediction_type: str, num_train_timesteps: int
     ) -> NoiseSchedule:
-        """Makes the schedule of a network with EDM preconditioning between two levels: Karras et al. 2022, table 1."""
+        """Make the schedule of a network with EDM preconditioning between two levels: Karras et al. 2022, table 1."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < sigma_min < sigma_max <= 1e6:
-            raise InputError("sigma_min", sigma_min, f"and sigma_max={sigma_max} are not in order within 0..1e6")
+            raise InputError("sigma_min", f"and sigma_max={sigma_max} are not in order within 0..1e6", value=sigma_min)
         levels = np.exp(np.linspace(np.log(sigma_min), np.log(sigma_max), num_train_timesteps))
         return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, timestep_unit="quarter_log")
 
     @classmethod
     def angular(cls, num_train_timesteps: int = 1000) -> NoiseSchedule:
-        """Makes the schedule of IPNDM's models: std = sin^2 of even angles, v prediction, angles as timesteps."""
+        """Make the schedule of IPNDM's models: std = sin^2 of even angles, v prediction, angles as timesteps."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         std = np.sin(np.arange(1, num_train_timesteps + 1) / num_train_timesteps * np.pi / 2) ** 2
         return cls(1 - std**2, "v_prediction", timestep_unit="angle")
@@ -178,7 +174,7 @@ class NoiseSchedule:
         return np.log(self.sigmas)
 
     def timestep_of(self, sigmas: np.ndarray | Sequence[float] | float) -> np.ndarray:
-        """Returns the network's timestep at each level; usually a fractional index, linear in log sigma, clamped."""
+        """Return the network's timestep at each level; usually a fractional index, linear in log sigma, clamped."""
         sigmas = _numbers("sigmas", sigmas, 0)
         match self.timestep_unit:
             case "quarter_log":
@@ -190,13 +186,13 @@ class NoiseSchedule:
         return np.interp(np.log(sigmas), self.log_sigmas, np.arange(self.num_train_timesteps))
 
     def sigma_at(self, timesteps: np.ndarray | Sequence[float] | float) -> np.ndarray:
-        """Returns the level at fractional timesteps, log-linear between training timesteps."""
+        """Return the level at fractional timesteps, log-linear between training timesteps."""
         timesteps = _numbers("timesteps", timesteps)
         return np.exp(np.interp(timesteps, np.arange(self.num_train_timesteps), self.log_sigmas))
 
 
 def _numbers(name: str, values: Any, least: float = -np.inf) -> np.ndarray:
-    """Converts levels or timesteps to float64."""
+    """Convert levels or timesteps to float64."""
     array = np.asarray(values, np.float64)
     if not np.all((array >= least) & np.isfinite(array)):
         raise InputError(f"{name}={shown(values)} holds what is not a finite number" + " of at least 0" * (least == 0))
@@ -204,12 +200,12 @@ def _numbers(name: str, values: Any, least: float = -np.inf) -> np.ndarray:
 
 
 def shifted(t: np.ndarray, shift: float) -> np.ndarray:
-    """Shifts flow times towards noise: Esser et al. 2024, eq. 23."""
+    """Shift flow times towards noise: Esser et al. 2024, eq. 23."""
     return shift * t / (1 + (shift - 1) * t)
 
 
 def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timesteps: int) -> np.ndarray:
-    """Returns the variance added at each training timestep, float64 [num_train_timesteps].
+    """Return the variance added at each training timestep, float64 [num_train_timesteps].
 
     linear: Ho et al. 2020, section 4. scaled_linear: linear in sqrt(beta), Rombach et al. 2022 (latent diffusion).
     squaredcos_cap_v2: Nichol and Dhariwal 2021, eq. 17. laplace: Hang et al. 2024. sigmoid: Xu et al. 2022 (GeoDiff).
@@ -231,16 +227,16 @@ def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timestep
             log_snr = -0.5 * np.where(u < 0, -1.0, 1.0) * np.log(1.0 - 2.0 * np.abs(u) + 1e-6)
             snr = np.exp(log_snr)
             return _betas_of(np.sqrt(snr / (1.0 + snr)))
-    raise InputError("beta_schedule", kind, "is not known", nearest(str(kind), BETA_SCHEDULES))
+    raise InputError("beta_schedule", "is not known", cure=nearest(str(kind), BETA_SCHEDULES), value=kind)
 
 
 def _betas_of(remaining: np.ndarray, largest: float = 0.999) -> np.ndarray:
-    """Returns the betas whose cumulative product of 1 - beta follows `remaining` [n + 1], clamped to `largest`."""
+    """Return the betas whose cumulative product of 1 - beta follows `remaining` [n + 1], clamped to `largest`."""
     return np.minimum(1.0 - remaining[1:] / remaining[:-1], largest)
 
 
 def rescaled_to_zero_terminal_snr(alphas_cumprod: np.ndarray) -> np.ndarray:
-    """Shifts and scales a schedule so that the last timestep is pure noise and the first is unchanged.
+    """Shift and scales a schedule so that the last timestep is pure noise and the first is unchanged.
 
     Source: Lin et al. 2024, "Common diffusion noise schedules and sample steps are flawed", algorithm 1.
     """

@@ -26,17 +26,17 @@ Base = Callable[[NoiseSchedule, int, SamplerOptions], tuple[np.ndarray, np.ndarr
 
 
 def training_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """Returns the path of DDIM, DDPM and PNDM: whole timesteps with exact levels, infinite where no signal is left."""
+    """Return the path of DDIM, DDPM and PNDM: whole timesteps with exact levels, infinite where no signal is left."""
     return _path(schedule, steps, options, _training_base, family="training")
 
 
 def euler_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """Returns the path of k-diffusion's solvers, whose timesteps can be fractional."""
+    """Return the path of k-diffusion's solvers, whose timesteps can be fractional."""
     return _path(schedule, steps, options, _euler_base, family="euler")
 
 
 def dpm_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """Returns the path of DPM-Solver and related solvers, whose timesteps are whole.
+    """Return the path of DPM-Solver and related solvers, whose timesteps are whole.
 
     Unlike the other paths, linspace and leading place steps + 1 timesteps and leave out the cleanest.
     """
@@ -44,7 +44,7 @@ def dpm_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Pa
 
 
 def distilled_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """Returns the path of LCM and TCD: a subset of the timesteps of the distillation, or of all if these are too few.
+    """Return the path of LCM and TCD: a subset of the timesteps of the distillation, or of all if these are too few.
 
     Source: Luo et al. 2023 (Latent Consistency Models), section 4.3.
     """
@@ -84,7 +84,7 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
 
 
 def _curve_timesteps(schedule: NoiseSchedule, sigmas: np.ndarray, options: SamplerOptions, family: str) -> np.ndarray:
-    """Returns the timesteps of a curve: fractional, except where diffusers rounds those of its curves."""
+    """Return the timesteps of a curve: fractional, except where diffusers rounds those of its curves."""
     timesteps = schedule.timestep_of(sigmas)
     if options.sigmas not in ("karras", "exponential", "lu", "beta_sigmas"):
         return timesteps
@@ -98,7 +98,7 @@ def _curve_timesteps(schedule: NoiseSchedule, sigmas: np.ndarray, options: Sampl
 
 
 def trailing(train: int, steps: int, start: int | None = None) -> np.ndarray:
-    """Places timesteps from the last down, in equal strides of train / steps (Lin et al. 2024, table 2)."""
+    """Place timesteps from the last down, in equal strides of train / steps (Lin et al. 2024, table 2)."""
     stride = train / steps
     chosen = np.arange(train if start is None else start, 0, -stride).round() - 1.0
     # Rounding can give an additional value at -1 (61 steps of 1,000, or with a lower start): remove it.
@@ -106,7 +106,7 @@ def trailing(train: int, steps: int, start: int | None = None) -> np.ndarray:
 
 
 def leading(train: int, steps: int, offset: int) -> np.ndarray:
-    """Places timesteps at multiples of the whole stride, from 0 up, plus `offset`."""
+    """Place timesteps at multiples of the whole stride, from 0 up, plus `offset`."""
     return np.arange(steps)[::-1] * float(train // steps) + offset
 
 
@@ -160,10 +160,12 @@ def _distilled_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions
 
 
 def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns timesteps and times of a flow model; diffusers' classes differ in the even times before the shift."""
+    """Return timesteps and times of a flow model; diffusers' classes differ in the even times before the shift."""
     train, shift = schedule.num_train_timesteps, schedule.shift
     if options.sigmas in ("ays", "ays_sdxl"):
-        raise InputError("sigmas", options.sigmas, "was made for Stable Diffusion, not for flow models", "use 'beta'")
+        raise InputError(
+            "sigmas", "was made for Stable Diffusion, not for flow models", cure="use 'beta'", value=options.sigmas
+        )
     if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
         sigmas = _to_terminal(schedule, curve_levels(schedule, steps, options, 1.0, 1.0))
         return schedule.timestep_of(sigmas), sigmas
@@ -189,7 +191,7 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
 
 
 def _to_terminal(schedule: NoiseSchedule, times: np.ndarray) -> np.ndarray:
-    """Stretches the times of a run so that the last step begins at the schedule's `shift_terminal`."""
+    """Stretch the times of a run so that the last step begins at the schedule's `shift_terminal`."""
     if not schedule.shift_terminal or times[-1] == 1:
         return times
     left = 1 - times
@@ -197,7 +199,7 @@ def _to_terminal(schedule: NoiseSchedule, times: np.ndarray) -> np.ndarray:
 
 
 def _unnumbered_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> np.ndarray:
-    """Returns the default levels of models that are not trained on numbered timesteps."""
+    """Return the default levels of models that are not trained on numbered timesteps."""
     if schedule.timestep_unit == "angle":
         std = np.sin(np.linspace(1, 0, steps + 1)[:-1] * np.pi / 2) ** 2
         return std / np.sqrt(np.maximum(1 - std**2, SMALLEST_SIGNAL))
@@ -206,7 +208,7 @@ def _unnumbered_levels(schedule: NoiseSchedule, steps: int, options: SamplerOpti
 
 
 def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.ndarray) -> float:
-    """Returns the noise level after the last step; with "repeated", the last step of a curve keeps its level."""
+    """Return the noise level after the last step; with "repeated", the last step of a curve keeps its level."""
     if not isinstance(options.sigmas, str) and options.sigmas[-1] == 0:
         return 0.0
     if options.final_sigmas_type == "zero":
@@ -217,7 +219,7 @@ def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.nda
 
 
 def _level_at(schedule: NoiseSchedule, timesteps: np.ndarray, *, exact: bool = False) -> np.ndarray:
-    """Returns levels at timesteps, linear between training timesteps; `exact` levels can be infinite (no signal)."""
+    """Return levels at timesteps, linear between training timesteps; `exact` levels can be infinite (no signal)."""
     if schedule.is_flow:
         return timesteps / schedule.num_train_timesteps
     train = np.arange(schedule.num_train_timesteps)
@@ -229,18 +231,18 @@ def _level_at(schedule: NoiseSchedule, timesteps: np.ndarray, *, exact: bool = F
 
 
 def _demand_trained(schedule: NoiseSchedule, timesteps: np.ndarray, steps: int, options: SamplerOptions) -> None:
-    """Refuses timesteps that the network was not trained on."""
+    """Refuse timesteps that the network was not trained on."""
     last = schedule.num_train_timesteps - 1
     beyond = timesteps[(timesteps < 0) | (timesteps > last)]
     if beyond.size:
         raise InputError(
             "steps",
-            steps,
             f"with steps_offset={options.steps_offset} reaches timestep {beyond[0]:g}, outside 0..{last}",
-            "use fewer steps, a smaller steps_offset or {spacing='trailing'}",
+            cure="use fewer steps, a smaller steps_offset or {spacing='trailing'}",
+            value=steps,
         )
 
 
 def _continuous(schedule: NoiseSchedule, options: SamplerOptions) -> bool:
-    """Whether the network's timestep is the c_noise of Karras et al. 2022, table 1 (Euler with v prediction)."""
+    """Return whether the network's timestep is the c_noise of Karras et al. 2022, table 1 (Euler with v prediction)."""
     return options.timestep_type == "continuous" and schedule.prediction_type == "v_prediction"

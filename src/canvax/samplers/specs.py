@@ -49,7 +49,7 @@ class SamplerSpec:
 
     @classmethod
     def of(cls, solver: Solver) -> SamplerSpec:
-        """A sampler outside of the catalogue: its solver reads any field of SamplerOptions."""
+        """Return a sampler outside of the catalogue: its solver reads any field of SamplerOptions."""
         check_function("sampler", solver, 3, "(schedule, steps, options), and returns a SamplerTable")
         name = getattr(solver, "__name__", type(solver).__name__)
         settings = tuple(each.name for each in fields(SamplerOptions))

@@ -7,7 +7,7 @@ from canvax.errors import InputError
 
 
 def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int) -> tuple[int, int]:
-    """Returns the number of steps of the whole run, and how many of them to skip at its beginning.
+    """Return the number of steps of the whole run, and how many of them to skip at its beginning.
 
     Args:
         strength: fraction of the run to do, 0..1.
@@ -26,17 +26,17 @@ def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int
         if whole > most:
             raise InputError(
                 "strength",
-                strength,
                 f"with num_inference_steps={steps} and strength_rule='exact' are the last steps of "
                 f"{whole}, more than {most}",
-                "use fewer steps or more strength",
+                cure="use fewer steps or more strength",
+                value=strength,
             )
         return whole, whole - steps
     if (run := min(int(steps * strength), steps)) < 1:
         raise InputError(
             "strength",
-            strength,
             f"of {steps} steps is less than one step",
-            "use more of either, or {strength_rule='exact'}",
+            cure="use more of either, or {strength_rule='exact'}",
+            value=strength,
         )
     return steps, steps - run

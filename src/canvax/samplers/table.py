@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, check_function
+from canvax.errors import FLOAT32_MAX, InputError, check_function
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD
 
 SLOTS = 6
@@ -75,16 +75,14 @@ class SamplerTable:
         for name in COLUMNS:
             shape = (np.size(self.timestep), *_INNER.get(name, ()))
             if getattr(self, name).shape != shape:
-                raise InputError(
-                    name, NO_VALUE, f"of a sampler table has shape {getattr(self, name).shape}, not {shape}"
-                )
+                raise InputError(name, f"of a sampler table has shape {getattr(self, name).shape}, not {shape}")
 
     def __len__(self) -> int:
         return len(self.timestep)
 
     @property
     def finite(self) -> bool:
-        """Whether every number in the table fits float32, the dtype of the compiled loop."""
+        """True if every number in the table fits float32, the dtype of the compiled loop."""
         return all(np.all(np.abs(getattr(self, name)) <= FLOAT32_MAX) for name in (*COLUMNS, "init_scale"))
 
     @property
@@ -99,18 +97,18 @@ class SamplerTable:
         return self.std / np.where(self.alpha > 0, self.alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
 
     def noised(self, x0: np.ndarray, eps: np.ndarray, row: int = 0) -> np.ndarray:
-        """Returns x before `row`, made of clean latents and unit noise of the same shape, as image-to-image needs.
+        """Return x before `row`, made of clean latents and unit noise of the same shape, as image-to-image needs.
 
         It does not apply to DDIM inversion, whose x before a row is cleaner than the level of the row.
         """
         if not (isinstance(row, int | np.integer) and -len(self) <= row < len(self)):
-            raise InputError("row", row, f"is not one of the {len(self)} rows")
+            raise InputError("row", f"is not one of the {len(self)} rows", value=row)
         if (shapes := (np.shape(x0), np.shape(eps)))[0] != shapes[1] or isinstance(x0, str):
             raise InputError(f"x0 and eps have shapes {shapes[0]} and {shapes[1]}; give arrays of one shape")
         return self.alpha[row] * x0 + self.std[row] * eps
 
     def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
-        """Returns the table with other guidance and rescale, each a number, or one for each step."""
+        """Return the table with other guidance and rescale, each a number, or one for each step."""
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
         for name, value in (("guidance_steps", scale), ("guidance_rescale", rescale)):
@@ -119,17 +117,17 @@ class SamplerTable:
             except (TypeError, ValueError):
                 finite = False
             if not finite:
-                raise InputError(name, value, "is not a finite number, or a list of them")
+                raise InputError(name, "is not a finite number, or a list of them", value=value)
             if np.shape(value) not in ((), (steps,)):
                 numbers = f"{np.size(value)} numbers" if np.ndim(value) == 1 else f"shape {np.shape(value)}"
-                raise InputError(name, NO_VALUE, f"has {numbers}", f"give one, or one for each of {steps} steps")
+                raise InputError(name, f"has {numbers}", cure=f"give one, or one for each of {steps} steps")
         each = [
             np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
         ]
         return replace(self, guidance=each[0], rescale=each[1])
 
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
-        """Returns rows lo..hi. With lo > 0, x must start as `noised` latents, since `init_scale` is that of row 0."""
+        """Return rows lo..hi. With lo > 0, x must start as `noised` latents, since `init_scale` is that of row 0."""
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
             raise InputError(f"rows {lo}..{hi} are not in order within 0..{len(self)}")
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
@@ -137,7 +135,7 @@ class SamplerTable:
         return replace(self, first_row=self.first_row + lo, **columns)
 
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
-        """Returns rows lo..lo+size as float32 arrays for the denoising program, padded with no-op rows.
+        """Return rows lo..lo+size as float32 arrays for the denoising program, padded with no-op rows.
 
         `row` (int32) is the index in the whole run, which determines the noise of a step. `progress`, 0..1, is the
         fraction of this run before the row's step.
@@ -171,7 +169,7 @@ Denoise = Callable[[np.ndarray, float, int], np.ndarray]
 
 
 def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray | None = None) -> np.ndarray:
-    """Runs `table` in float64 on the host. This is the definition that the compiled loop must match.
+    """Run `table` in float64 on the host. This is the definition that the compiled loop must match.
 
     x: unit noise, any shape with the batch first. noises: [R, *x.shape], needed only by stochastic tables.
     Returns x after every row, [R, *x.shape]; the last is the sample.
@@ -180,21 +178,20 @@ def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray
     check_function("denoise", denoise, 3, "(network input, timestep, row)")
     if noises is None and table.M[:, :, NOISE].any():
         raise InputError(
-            "noises", None, "does not go with a sampler that adds noise", f"give an array {(len(table), *x.shape)}"
+            "noises",
+            "does not go with a sampler that adds noise",
+            cure=f"give an array {(len(table), *x.shape)}",
+            value=None,
         )
     if noises is not None and (noises.shape[1:] != x.shape or len(noises) < len(table)):
-        raise InputError(
-            "noises", NO_VALUE, f"has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row"
-        )
+        raise InputError("noises", f"has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row")
     state = np.zeros((SLOTS, *x.shape))
     state[0] = table.init_scale * x
     seen = np.empty((len(table), *x.shape))
     for r in range(len(table)):
         output = np.asarray(denoise(table.c_in[r] * state[0], float(table.timestep[r]), r))
         if output.shape != x.shape or output.dtype.kind not in "biuf":
-            raise InputError(
-                "denoise", NO_VALUE, f"returned {output.dtype} {output.shape}, not numbers of shape {x.shape}"
-            )
+            raise InputError("denoise", f"returned {output.dtype} {output.shape}, not numbers of shape {x.shape}")
         denoised = table.p[r] * state[0] + table.q[r] * output
         noise = np.zeros_like(denoised) if noises is None else noises[r]
         state = np.tensordot(table.M[r], np.stack([*state, denoised, noise]), axes=1)

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def lagrange_weights(nodes: np.ndarray, moments: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """Returns the weights [n, p] of the values at `nodes` [n, p] in the integral of their interpolating polynomial.
+    """Return the weights [n, p] of the values at `nodes` [n, p] in the integral of their interpolating polynomial.
 
     moments [n, p]: the integrals of u^0, u^1, ... with the weight function of the method. Row i uses the first
     orders[i] nodes; the other weights are 0. Solves sum_j w_j nodes_j^k = moments_k.
@@ -30,7 +30,7 @@ _FACTORIALS = np.array([math.factorial(int(m)) for m in _TERMS], np.float64)
 
 
 def exponential_moments(h: np.ndarray, rate: np.ndarray | float, count: int) -> np.ndarray:
-    """Returns the integrals of exp(-rate * u) * u^k over 0..h for k < count, [n, count]; rate must not be 0.
+    """Return the integrals of exp(-rate * u) * u^k over 0..h for k < count, [n, count]; rate must not be 0.
 
     Small rate * h use the power series, since the closed form cancels there.
     """

@@ -1,4 +1,4 @@
-"""A batch job makes a folder of images from a file of prompts. It can be stopped and resumed at any time."""
+"""A batch job generates a folder of images from a file of prompts. It can be stopped and resumed at any time."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from canvax.scale.rows import Row, check_names, digest_of, read_rows, settings_o
 from canvax.scale.work import Made, image_file
 
 WINDOW = 4096
-"""The number of rows that are read together, so that rows of a size come into one batch."""
+"""Number of rows that are read together, so that rows of the same size share batches."""
 
 _WRITERS = 2
 _MOST_WAITING = 256
-"""The number of images that may wait to be written: if a disk is slow, generating waits for it."""
+"""Number of images that may wait to be written; on a slow disk, generation waits."""
 
 Results = tuple[int, list[Made]]
 Generate = Callable[[Iterator[Row], int], Iterable[Results]]
-"""A function from rows, and their number, to their results: see ``Worker.run``."""
+"""Function from rows and their number to their results: see ``Worker.run``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows that a file asks for.
+    """The rows that a file requests.
 
     Attributes:
         path: the file.
-        defaults: settings of rows that do not say otherwise.
-        carried: names in it that are no settings, and go into the list of what was made.
-        seed: for seeds of rows without one.
-        total: its rows.
-        digests: those of its rows by id; "" of rows that cannot be understood.
-        alike: ids that differ from an earlier one in case alone.
+        defaults: settings that rows may override.
+        carried: columns that are not settings, and are copied to the manifest.
+        seed: base of the seeds of rows without a seed.
+        total: number of rows.
+        digests: digest of each row by id; "" for invalid rows.
+        alike: ids that differ from an earlier id only in case.
     """
 
     path: Path
@@ -61,10 +61,11 @@ class Plan:
         seed: int = 0,
         share: tuple[int, int] = (0, 1),
     ) -> Plan:
-        """Read the file once. With ``share`` (k, n) the plan has every nth row from number k on; ``total`` counts all.
+        """Read the file once. With ``share`` (k, n) the plan has every nth row from row k on; ``total`` counts all.
 
         Raises:
-            InputError: it cannot be read, has no rows, or none with what is carried, unknown columns, or an id twice.
+            InputError: it cannot be read, has no rows, unknown columns, none of the ``carried`` columns, or repeated
+                ids.
         """
         digests: dict[str, str] = {}
         absent, folded, alike = set(carried), set[str](), set[str]()
@@ -84,19 +85,19 @@ class Plan:
         if not digests:
             raise InputError(f"{path}: holds no rows")
         if absent:
-            raise InputError("carry", " ".join(sorted(absent)), f"is in no row of {path}", "leave it out")
+            raise InputError("carry", f"is in no row of {path}", cure="leave it out", value=" ".join(sorted(absent)))
         shared = dict(list(digests.items())[share[0] :: share[1]])
         return cls(Path(path), defaults, carried, seed, len(digests), shared, alike)
 
     def left(
         self, known: Mapping[str, Mapping[str, Any]], *, retry: bool = False, begun: Mapping[str, Any] | None = None
     ) -> set[str]:
-        """Return the ids of the rows that are still to be done; with ``retry`` also of those that failed.
+        """Return the ids of the remaining rows; with ``retry`` including those that failed.
 
-        ``begun`` are the defaults that the job was begun with, if they are known.
+        ``begun`` are the defaults of the job's first run, if known.
 
         Raises:
-            InputError: a row is done already, but as another one.
+            InputError: a finished row has changed.
         """
         todo = set()
         for name, digest in self.digests.items():
@@ -112,12 +113,12 @@ class Plan:
         return todo
 
     def rows(self, todo: set[str]) -> Iterator[Row]:
-        """Return the rows that are to be done, in the order of the file."""
+        """Return the rows of ``todo``, in the order of the file."""
         return (row for row in read_rows(self.path) if row.id in todo)
 
 
 def _changed(now: Mapping[str, Any], begun: Mapping[str, Any]) -> str:
-    """Describe each default that differs from the earlier run: ", steps=4 and not 8"."""
+    """Describe each default that differs from the first run: ", steps=4 and not 8"."""
     now = as_written(now)
     names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
     return "".join(f", {name}={begun.get(name)!r} and not {now.get(name)!r}" for name in names)
@@ -125,16 +126,16 @@ def _changed(now: Mapping[str, Any], begun: Mapping[str, Any]) -> str:
 
 @dataclass
 class Tally:
-    """The counts of a run so far.
+    """Counts of a run.
 
     Attributes:
-        rows: of the file.
-        skipped: rows that earlier runs had done.
-        done: images of this run, and of this process.
-        errors: rows that failed, likewise.
-        seconds: since the first batch was begun.
-        first_seconds: of these, until the first image, which waits for compilers and models.
-        images_per_second: in all of them.
+        rows: number of rows of the file.
+        skipped: rows that earlier runs finished.
+        done: images of this run and this process.
+        errors: failed rows of this run and this process.
+        seconds: time since the start of the first batch.
+        first_seconds: time until the first image, including compiling and loading.
+        images_per_second: images per second over the whole time.
     """
 
     rows: int
@@ -156,16 +157,16 @@ def run(
     quality: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[Tally]:
-    """Generate the rows ``todo`` of a plan, with a tally after each batch. A run that was stopped can be resumed.
+    """Generate the rows ``todo`` of a plan, with a tally after each batch. A stopped run can be resumed.
 
     Args:
         plan: the rows.
-        todo: ids of those to do.
-        output: where images and list go.
-        generate: what generates them.
+        todo: ids of the rows to generate.
+        output: destination of images and manifest.
+        generate: generates rows.
         image_format: png, webp or jpg.
         quality: 1..100 of a lossy WebP or JPEG.
-        progress: shows a line to people; None for no progress.
+        progress: shows a line of progress; None for no progress.
 
     Raises:
         CanvaxError: the images cannot be written.
@@ -193,7 +194,7 @@ def run(
             shown(count, tally)
             yield tally
     finally:
-        pool.shutdown(wait=True)  # what is generated is kept
+        pool.shutdown(wait=True)  # keep the generated images
         shown.close()
     for future in waiting:
         future.result()
@@ -210,7 +211,7 @@ def windows(run_rows: Callable[[Iterable[Row]], Iterator[Results]]) -> Generate:
 
 
 def _line(made: Made, carried: Sequence[str], kind: str, quality: int | None) -> tuple[dict[str, Any], bytes | None]:
-    """Return the line of a row in the manifest, and the file of its image."""
+    """Return the manifest's line for a row, and the file of its image."""
     line: dict[str, Any] = {"id": made.row.id, "row": made.digest}
     line |= {name: made.row.values[name] for name in carried if name in made.row.values}
     if made.image is not None:
@@ -220,7 +221,7 @@ def _line(made: Made, carried: Sequence[str], kind: str, quality: int | None) ->
 
 
 class Shown:
-    """Shows progress: a bar on a terminal, a line now and then elsewhere."""
+    """Progress display: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, total: int, say: Callable[[str], None] | None) -> None:
         terminal = say is not None and sys.stderr is not None and sys.stderr.isatty()
@@ -229,7 +230,7 @@ class Shown:
         self._done, self._total, self._last = 0, total, time.perf_counter()
 
     def __call__(self, count: int, tally: Tally) -> None:
-        """Show that ``count`` further rows are done."""
+        """Show that ``count`` more rows are done."""
         self._done += count
         self._bar.update(count)
         if self._say and (now := time.perf_counter()) - self._last >= SELDOM:

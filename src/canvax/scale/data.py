@@ -1,11 +1,11 @@
 """Ray Data: ``Generate`` for ``map_batches``, and a batch job whose images are generated on a cluster.
 
-    ds = ray.data.read_parquet("prompts")                      # id, prompt, and what else rows may say
+    ds = ray.data.read_parquet("prompts")                      # id, prompt, and further settings
     ds = ds.map_batches(Generate, fn_constructor_kwargs={"model": "owner/name"}, num_gpus=1, num_cpus=0,
                         compute=ray.data.ActorPoolStrategy(size=8), batch_size=64)
     ds.write_parquet("images")
 
-ray is imported where it is used: whoever has no cluster needs none.
+ray is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from typing import Any
 
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
+from canvax.errors import CanvaxError, InputError, check_count
 from canvax.pipelines.checks import MOST_IMAGES
 from canvax.scale.batch import Plan
 from canvax.scale.rows import Row, pyarrow, row_of, settings_of
 from canvax.scale.work import MOST, Made, Worker, image_file
 
 PER_BLOCK = 64
-"""The most rows of a block, which an actor does at a time and which is lost with a machine: up to a minute of work."""
+"""Largest number of rows of a block, the unit of an actor's work, which is lost with a machine: up to a minute."""
 
 
 class Generate:
     """Generates the images of rows, in an actor that holds one model; for ``map_batches`` of Ray Data.
 
     A batch may be a dict of arrays, a pandas or a pyarrow table, with a column ``id`` and settings as ``canvax batch``
-    reads them. Each row comes back with all its columns and besides with ``image``, the bytes of a file, ``metadata``,
-    how it was made (JSON), ``seed``, ``height``, ``width``; or without an image and with an ``error``. No row is lost
-    and none ends the job. The same row has the same image in any actor, block and order.
+    reads them. Each row is returned with all its columns and also ``image``, the bytes of a file, ``metadata``, its
+    settings (JSON), ``seed``, ``height`` and ``width``; or without an image but with an ``error``. No row is lost, and
+    no error ends the job. The same row has the same image in any actor, block and order.
 
     Args:
-        model: a name or a folder, as for ``canvax.load``; a folder must be there on every machine.
-        batch_size: images at once; None for what any device can hold.
-        most: rows that there are, if they are few: a batch has no more slots than that.
+        model: a name or a folder, as for ``canvax.load``; a folder must exist on every machine.
+        batch_size: images at once; None for a number that any device can hold.
+        most: total number of rows, if it is small; a batch has at most as many slots.
         image_format: png, webp or jpg.
         quality: 1..100 of a lossy WebP or JPEG.
-        defaults: settings of rows that do not say otherwise.
-        carried: columns that are no settings.
-        seed: for seeds of rows without one.
+        defaults: settings that rows may override.
+        carried: columns that are not settings.
+        seed: base of the seeds of rows without a seed.
         load: further arguments of ``canvax.load``.
         ip_adapter: as for ``pipe.with_ip_adapter``: files that read the image prompts of rows (``ip_image``).
-        ip_encoder: the image encoder of these; by default the one beside them.
+        ip_encoder: their image encoder; by default the one next to them.
     """
 
     def __init__(
@@ -71,10 +71,12 @@ class Generate:
         batch_size = None if batch_size is None else check_count("batch_size", batch_size, MOST_IMAGES)
         check_count("most", most)
         if image_format not in ("png", "webp", "jpg"):
-            raise InputError("image_format", image_format, "is not one of 'png', 'webp', 'jpg'")
+            raise InputError("image_format", "is not one of 'png', 'webp', 'jpg'", value=image_format)
         if quality is not None and (not 1 <= quality <= 100 or image_format == "png"):
-            raise InputError("quality", quality, "is for webp and jpg, in 1..100", f"image_format={image_format!r}")
-        settings_of(Row("defaults", dict(defaults or {}, prompt="x")), {}, carried)  # refuses what means nothing
+            raise InputError(
+                "quality", "is for webp and jpg, in 1..100", cure=f"image_format={image_format!r}", value=quality
+            )
+        settings_of(Row("defaults", dict(defaults or {}, prompt="x")), {}, carried)  # refuses invalid arguments
         load = {"progress": False, **(load or {})}
         pipe = canvax.load(model, **load)
         if ip_adapter:
@@ -105,8 +107,8 @@ class _Settings(Generate):
     """Generates the images of rows whose settings the driver has read: a column of ids, and a column of JSON.
 
     Args:
-        folder: where the driver runs: names of files are looked for from there, where a machine has it.
-        arguments: of ``Generate``.
+        folder: working directory of the driver: relative file names start there, if a machine has it.
+        arguments: arguments of ``Generate``.
     """
 
     def __init__(self, folder: str, **arguments: Any) -> None:
@@ -122,16 +124,16 @@ class _Settings(Generate):
 
 
 def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = None, actors: int | None = None) -> Any:
-    """Generates the rows of a plan on a cluster, for ``canvax.scale.batch.run``.
+    """Generate the rows of a plan on a cluster, for ``canvax.scale.batch.run``.
 
-    Images come to this process, which writes them: the cluster needs no shared folder, and a row is in the list once
-    however often machines fail.
+    This process writes the images: the cluster needs no shared folder, and a row is in the manifest once, even if
+    machines fail.
 
     Args:
         plan: the rows.
-        arguments: of ``Generate``; the plan's defaults, names and seed are not among them.
-        address: of the cluster; "local" starts one on this machine; "auto" finds the one this machine belongs to.
-        actors: models that are loaded; None for one on each device or, without any, on each machine.
+        arguments: arguments of ``Generate``, without the plan's defaults, names and seed.
+        address: address of the cluster; "local" starts one on this machine; "auto" finds this machine's.
+        actors: number of loaded models; None for one per device or, without devices, per machine.
 
     Raises:
         InputError: Ray is not installed, or there is no such cluster.
@@ -158,7 +160,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         pool, resources = _resources(ray, actors)
-        items.sort(key=lambda item: item[:2])  # one size a block, where that can be
+        items.sort(key=lambda item: item[:2])  # one size per block, if possible
         made = ray.data.from_items(
             [entry for *_, entry in items], override_num_blocks=blocks_of(len(items), pool)
         ).map_batches(
@@ -168,7 +170,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
             compute=ray.data.ActorPoolStrategy(size=pool),
             **resources,
         )
-        # Ray tells of machines that it has lost on stdout, where results go.
+        # Ray reports lost machines on stdout, which is for results.
         with redirect_stdout(sys.stderr):
             try:
                 for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
@@ -196,13 +198,13 @@ def connected(address: str | None) -> Any:
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise InputError(
-            "ray", address, f"is no cluster that answers ({first})", "{ray=local} starts one here"
+            "ray", f"is no cluster that answers ({first})", cure="{ray=local} starts one here", value=address
         ) from None
     return ray
 
 
 def blocks_of(rows: int, actors: int) -> int:
-    """Return the number of blocks, so that every actor gets some: Ray would make one block of a small file."""
+    """Return a number of blocks with which every actor gets some: Ray would make one block of a small file."""
     return max(-(-rows // PER_BLOCK), min(rows, actors))
 
 
@@ -215,16 +217,16 @@ def _made(row: Row, columns: Mapping[str, Any]) -> Made:
 
 
 def _resources(ray: Any, actors: int | None) -> tuple[int, dict[str, Any]]:
-    """Return the number of actors, and what each holds: a GPU, the chips of a machine, or nothing.
+    """Return the number of actors, and the resources of each: a GPU, the chips of a machine, or none.
 
-    No processors: reading tasks want whole ones, and a pool that holds the last of them waits for itself for ever.
+    Actors reserve no processors: reading tasks need whole ones, and a pool with the last one would wait forever.
     """
-    there = ray.cluster_resources()
+    resources = ray.cluster_resources()
     wanted: dict[str, Any] = {"num_cpus": 0}
     count = sum(node["Alive"] for node in ray.nodes())
-    if gpus := int(there.get("GPU", 0)):
+    if gpus := int(resources.get("GPU", 0)):
         count, wanted["num_gpus"] = gpus, 1
-    elif there.get("TPU"):
+    elif resources.get("TPU"):
         hosts = [int(node["Resources"]["TPU"]) for node in ray.nodes() if node["Resources"].get("TPU")]
         count, wanted["resources"] = len(hosts), {"TPU": min(hosts)}
     return actors or max(count, 1), wanted
@@ -236,7 +238,7 @@ def ray_module() -> Any:
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         cure = "install it from canvax's folder: pip install '.[ray]'"
-        raise InputError("ray", NO_VALUE, f"needs {error.name}", cure) from None
+        raise InputError("ray", f"needs {error.name}", cure=cure) from None
     return ray
 
 
@@ -247,7 +249,7 @@ def _listed(batch: Any) -> list[dict[str, Any]]:
     if hasattr(batch, "to_dict"):
         return batch.to_dict("records")
     if not isinstance(batch, Mapping):
-        raise InputError("batch", batch, "is not a batch of Ray Data: a table, or a dict of columns")
+        raise InputError("batch", "is not a batch of Ray Data: a table, or a dict of columns", value=batch)
     return [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
 
 

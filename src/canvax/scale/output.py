@@ -1,6 +1,6 @@
 """The folder of a batch job holds its images, as files or in shards, and a list of its rows, ``manifest.jsonl``.
 
-A file is written under another name and renamed; after that a line is appended to the list. A killed process leaves at
+A file is written under a temporary name and renamed; then a line is appended to the list. A killed process leaves at
 most a file without its line, which is written again, and the beginning of a line, which is removed.
 Images of shards wait as files until a shard is full.
 """
@@ -28,8 +28,9 @@ Into = Literal["files", "tar", "parquet"]
 RUN, WAITING = "batch.json", "waiting"
 _LISTS = "manifest*.jsonl"
 _FIRST_COUNTS = ("most", "canvax", "defaults")
-"""Entries of ``run`` that may change when a job is resumed: its batches stay as they were begun. Rows that other
-defaults change are refused separately."""
+"""Entries of ``run`` that may change when a job is resumed: its batches keep the first values. Rows that a changed
+default affects are refused separately.
+"""
 _LONGEST_LINE = 1 << 20
 _NAME = re.compile(r"[\w-][\w.-]{0,119}", re.ASCII)
 
@@ -38,19 +39,19 @@ class Output:
     """The folder of a batch job.
 
     Args:
-        folder: made if it is not there; one that is not empty must be of the same job.
-        run: what decides the images besides the rows, such as the model; the same job has the same.
+        folder: created if missing; otherwise it must be empty or contain the same job.
+        run: settings that determine the images besides the rows, such as the model; they identify the job.
         into: one file for each image, or shards: tar files as webdataset reads them, or Parquet.
-        shard_size: images of a shard.
-        process: which of several processes that write here this is.
-        processes: how many there are.
+        shard_size: number of images of a shard.
+        process: index of this process among those that write to the folder.
+        processes: number of these processes.
 
     Attributes:
-        run: what the job was begun with.
-        known: of rows that are done or failed, by id: the last line of the list.
+        run: settings of the job's first run.
+        known: last line in the list of each finished or failed row, by id.
 
     Raises:
-        InputError: the folder holds something else, another job, or another process writes there.
+        InputError: the folder has other contents or another job, or another process writes to it.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class Output:
             pyarrow("--into parquet")
         self.run: dict[str, Any] = {}
         made = self._begin()
-        # What nothing came of binds nobody: the model of its first attempt may have been misspelt.
+        # Settings bind only after a row succeeded; the first attempt may have had a misspelt model.
         self._goes_on = any(True for _ in _lines(self.folder, _LISTS))
         self.agree({**run, "into": into})
-        # The names of a process's list and shards are its alone, so that no process overwrites a shard of another one,
-        # whatever number of processes each was started with.
+        # The names of lists and shards contain the process, so that no process overwrites a shard of another one,
+        # even if they were started with different numbers of processes.
         self._suffix = f"-{process:04d}" if process else ""
         name = f"manifest{self._suffix}.jsonl"
-        # Two processes that append to one list would each do the other's work, so the second is turned away.
+        # Two processes with the same list would both do all the work, so the second is refused.
         begun = (self.folder / name).exists()
         self._list = _locked(self.folder / name)
         self._made = made and processes == 1
@@ -99,7 +100,7 @@ class Output:
     ) -> None:
         """Add the result of a row: ``line`` has its ``id`` and ``status``; ``data`` is the file of its image.
 
-        With ``hashed`` the file is not named by the id: on macOS and Windows names may not differ in case alone.
+        With ``hashed`` the file is not named by the id: on macOS and Windows names must differ in more than case.
 
         Raises:
             CanvaxError: the folder cannot be written to.
@@ -122,14 +123,14 @@ class Output:
             raise CanvaxError(f"--output {self.folder}: cannot be written ({error.strerror or error})") from error
 
     def gone(self) -> int:
-        """Return how many rows are done whose images are not in the folder; 0 for shards and for several processes."""
+        """Return the number of finished rows whose images are missing; 0 for shards and for several processes."""
         if self.into != "files" or self._processes > 1:
             return 0
-        there = set(os.listdir(self.folder))
-        return sum(line.get("status") == "done" and line.get("file") not in there for line in self.known.values())
+        existing = set(os.listdir(self.folder))
+        return sum(line.get("status") == "done" and line.get("file") not in existing for line in self.known.values())
 
     def close(self, *, done: bool) -> None:
-        """Let other processes write here; if all rows are ``done``, the last images go into a shard."""
+        """Release the folder for other processes; if all rows are ``done``, put the last images into a shard."""
         if done and self._waiting:
             self._pack(1)
         if done and self.into != "files":
@@ -137,7 +138,7 @@ class Output:
             with suppress(OSError):
                 (self.folder / WAITING).rmdir()
         self._list.close()
-        if self._own and not self.known:  # nothing was done: nothing stays
+        if self._own and not self.known:  # nothing was done, so nothing is kept
             with suppress(OSError):
                 for path in self._own:
                     path.unlink(missing_ok=True)
@@ -146,10 +147,10 @@ class Output:
                     self.folder.rmdir()
 
     def agree(self, run: Mapping[str, Any]) -> None:
-        """Check that the job was begun with the entries of ``run``, and keep those that are new.
+        """Check that the job was started with the entries of ``run``, and add new ones.
 
         Raises:
-            InputError: the job was begun with another value.
+            InputError: the job was started with another value.
         """
         path = self.folder / RUN
         run_settings = as_written(run)
@@ -159,9 +160,9 @@ class Output:
                 if name not in _FIRST_COUNTS and earlier[name] != run_settings[name]:
                     raise InputError(
                         "output",
-                        self.folder,
                         f"was begun with {name}={earlier[name]!r}, not {run_settings[name]!r}",
-                        "go on with that, or choose another folder",
+                        cure="go on with that, or choose another folder",
+                        value=self.folder,
                     )
             self.run = {**run_settings, **earlier}
             if self._process == 0 and self.run != earlier:
@@ -172,22 +173,26 @@ class Output:
                 f"{path}: is damaged, so that nothing is known of how the job was begun; choose another folder"
             ) from None
         except OSError as error:
-            raise InputError("output", self.folder, f"cannot be written to ({error.strerror or error})") from None
+            raise InputError("output", f"cannot be written to ({error.strerror or error})", value=self.folder) from None
 
     def _begin(self) -> bool:
-        """Make the folder, or check that it is that of a batch job; returns whether it was made."""
+        """Make the folder, or check that it is that of a batch job; return whether it was made."""
         try:
             made = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.folder)
             known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
-            known = known or any(self.folder.glob("manifest-*.jsonl"))  # the other processes may have begun
+            known = known or any(self.folder.glob("manifest-*.jsonl"))  # other processes may have started
             if not known and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
-                raise InputError("output", self.folder, "is not empty, and of no batch job", "choose another folder")
+                raise InputError(
+                    "output", "is not empty, and of no batch job", cure="choose another folder", value=self.folder
+                )
         except (FileExistsError, NotADirectoryError):
-            raise InputError("output", self.folder, "is a file, or lies under one", "choose another folder") from None
+            raise InputError(
+                "output", "is a file, or lies under one", cure="choose another folder", value=self.folder
+            ) from None
         except OSError as error:
-            raise InputError("output", self.folder, f"cannot be written to ({error.strerror or error})") from None
+            raise InputError("output", f"cannot be written to ({error.strerror or error})", value=self.folder) from None
         return made
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -196,7 +201,7 @@ class Output:
         self.known.update({line["id"]: dict(line) for line in lines})
 
     def _pack(self, least: int) -> None:
-        """Make shards of the waiting images, as long as at least ``least`` images wait."""
+        """Make shards of the waiting images while there are at least ``least``."""
         while len(self._waiting) >= least and self._waiting:
             lines = [*self._waiting.values()][: self._shard_size]
             name = f"{self._shard:05d}"
@@ -233,7 +238,7 @@ class Output:
 
 
 def as_written(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``run`` as it is read again from JSON."""
+    """Return ``run`` as JSON reads it back."""
     return json.loads(json.dumps(dict(run), default=str))
 
 
@@ -247,13 +252,13 @@ def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob(name)):
         if not path.is_file():
             raise InputError(
-                "output", folder, f"holds {path.name}, which is not a regular file", "choose another folder"
+                "output", f"holds {path.name}, which is not a regular file", cure="choose another folder", value=folder
             )
         try:
             file = open(path, "rb")  # noqa: SIM115
         except OSError as error:
             raise InputError(
-                "output", folder, f"holds {path.name}, which cannot be read ({error.strerror or error})"
+                "output", f"holds {path.name}, which cannot be read ({error.strerror or error})", value=folder
             ) from None
         with file:
             for text in file:
@@ -273,13 +278,16 @@ def _waits(line: Mapping[str, Any]) -> bool:
 
 
 def _locked(path: Path) -> Any:
-    """Open a list to append to, for this process alone; the beginning of a line that a kill left is removed."""
+    """Open a list for appending by this process only, and remove an incomplete last line."""
     try:
         file = open(path, "ab+", buffering=0)  # noqa: SIM115
     except OSError as error:
         why = f"{path.name} cannot be written to ({error.strerror or error})"
         raise InputError(
-            "output", path.parent, f"cannot be used: {why}", "see to its permissions, or choose another folder"
+            "output",
+            f"cannot be used: {why}",
+            cure="see to its permissions, or choose another folder",
+            value=path.parent,
         ) from None
     try:
         import fcntl
@@ -289,7 +297,7 @@ def _locked(path: Path) -> Any:
         pass
     except OSError:
         file.close()
-        raise InputError("output", path.parent, "is written to by another process", "wait for it") from None
+        raise InputError("output", "is written to by another process", cure="wait for it", value=path.parent) from None
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _LONGEST_LINE))
     tail = file.read()
@@ -299,7 +307,7 @@ def _locked(path: Path) -> Any:
 
 
 Sample = tuple[str, str, bytes]
-"""The key, the ending with its point, and the file of an image."""
+"""Key, suffix with its point, and file of an image."""
 
 
 def _write_tar(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[str, Any]]) -> None:
@@ -321,7 +329,7 @@ _COLUMNS = {
 
 
 def _write_parquet(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[str, Any]]) -> None:
-    """Write a shard with a column ``image`` of bytes and path, which Hugging Face's datasets take for images."""
+    """Write a shard with a column ``image`` of bytes and path, which Hugging Face's datasets read as images."""
     pa, parquet = pyarrow("--into parquet"), pyarrow("--into parquet", "parquet")
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     columns = {"id": pa.array([record["id"] for record in records], pa.string())}

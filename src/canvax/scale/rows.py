@@ -1,4 +1,4 @@
-"""This module reads files of prompts, row by row: JSON lines, CSV, Parquet, or one prompt a line."""
+"""Reads files of prompts, row by row: JSON lines, CSV, Parquet, or one prompt per line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from canvax.settings import check_once, declared, offered, plain_value
 OPTIONS = tuple(offered(Options, "file"))
 ARGUMENTS = (*offered(Call, "file"), *declared(FromFiles))
 NAMES = (*ARGUMENTS, *OPTIONS)
-"""The settings of a row besides its ``id``; names of other programs, such as ``steps``, are understood as well."""
+"""The settings of a row besides its ``id``; names of other programs, such as ``steps``, are accepted as well."""
 
 _TEXTS = {"id"}
 _TEXTS |= {
@@ -32,17 +32,17 @@ _TEXTS |= {
 KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
 _NO_PROMPT = re.compile(r'--[a-z]|\[\s*(?:[{"]|$)|Negative prompt:|Steps: \d+, ')
 _LONGEST = 1 << 24
-"""The most characters of a line or of a cell."""
+"""Largest number of characters of a line or a cell."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """An image that a file asks for.
+    """A requested image.
 
     Attributes:
         id: the name of the row, unique in the file.
-        values: the fields of the row, as they were read.
-        fault: why the row cannot be read; None if it can.
+        values: the fields of the row, as read.
+        fault: reason why the row cannot be read; None if it can.
     """
 
     id: str
@@ -51,9 +51,9 @@ class Row:
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """Yield the rows of a file, in order. A row without an id is named by the number of its line or row, from 1.
+    """Yield the rows of a file, in order. The id of a row without one is the number of its line or row, from 1.
 
-    Lines of text that start with # are passed over.
+    Lines of text that start with # are ignored.
 
     Raises:
         InputError: the file cannot be read, or its columns are not known.
@@ -79,15 +79,15 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 
 def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: Collection[str] = ()) -> None:
-    """Refuse names that are no settings.
+    """Refuse names that are not settings.
 
     Args:
-        names: of the columns of a file, or of the fields of a row.
-        carried: further ones that are known to mean nothing.
-        defaults: names that need not be there.
+        names: names of a file's columns, or of a row's fields.
+        carried: further allowed names, which are not settings.
+        defaults: settings that rows may omit.
 
     Raises:
-        InputError: naming the first, and what may be meant.
+        InputError: names the first, and a similar setting.
     """
     known = {"id", *NAMES, *carried}
     for name in names:
@@ -101,18 +101,18 @@ def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: C
         if "prompt" not in {*names, *defaults} and not did_you_mean(name, [*NAMES, *CALL]):
             strange = " or ".join(repr(column[:40]) for column in names if column not in known | CALL.keys())
             raise InputError(f"there is no prompt: its column is called 'prompt'; is it in {strange or repr(name)}?")
-        problem = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
+        problem = answer(name, CALL, ["id", *NAMES], "a known column")
         raise InputError(f"{problem}; leave it out, or --carry it into the list of what was made")
 
 
 def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = (), seed: int = 0) -> dict[str, Any]:
     """Return the settings of a row by canvax's names: its values, then ``defaults``, and a seed.
 
-    A row without a seed has one that follows from ``seed`` and the row's id alone, so that no two rows share theirs and
-    the same row has the same image in every run.
+    The seed of a row without one follows from ``seed`` and the row's id, so that it differs between rows and is the
+    same in every run.
 
     Raises:
-        InputError: the row could not be read, has an unknown name, or one thing under two names.
+        InputError: the row could not be read, has an unknown name, or a setting under two names.
     """
     if row.fault is not None:
         raise InputError(row.fault)
@@ -128,7 +128,7 @@ def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = 
 
 
 def seed_of(name: str, seed: int = 0) -> int:
-    """Return the seed [48 bits] of a row that names none, by its id: all programs that read JSON can hold it."""
+    """Return the seed of a row without one, from its id: 48 bits, which any JSON reader represents exactly."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:6], "big")
 
 
@@ -139,7 +139,7 @@ def digest_of(settings: Mapping[str, Any]) -> str:
 
 
 def row_of(number: int, values: Mapping[str, Any] | InputError, *, named: bool = False) -> Row:
-    """Return the values that were read as a row; ``number`` is its id, unless the row must be ``named``."""
+    """Return a row from values that were read; ``number`` is its id, unless rows must be ``named``."""
     if isinstance(values, InputError):
         return Row(f"{number:06d}", {}, str(values))
     numbered = f"{number:06d}"
@@ -157,7 +157,7 @@ def row_of(number: int, values: Mapping[str, Any] | InputError, *, named: bool =
 def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] | InputError]]:
     with open_regular(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
         if kind == ".csv":
-            before = csv.field_size_limit(_LONGEST)  # of the whole process
+            before = csv.field_size_limit(_LONGEST)  # a limit of the whole process
             try:
                 yield from enumerate(_csv_rows(path, file), 1)
             finally:
@@ -171,17 +171,17 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
 
 
 def text_lines(file: TextIOWrapper, name: str | Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a text file with their numbers, without white space around them; empty lines are left out.
+    """Yield the non-empty lines of a text file with their numbers, without surrounding white space.
 
     Raises:
-        InputError: a line is too long, or has bytes of 0.
+        InputError: a line is too long, or has null bytes.
     """
     number = 0
     while line := file.readline(_LONGEST):
         number += 1
         if len(line) == _LONGEST:
             raise InputError(f"{name}: line {number} is longer than {_LONGEST} characters; is it such a file?")
-        if "\0" in line:  # UTF-16 without a mark at its beginning, or no text at all
+        if "\0" in line:  # UTF-16 without a byte order mark, or not text
             raise InputError(f"{name}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8")
         if line := line.strip():
             yield number, line
@@ -198,10 +198,11 @@ def _prompt(line: str) -> Mapping[str, Any] | InputError:
 
 
 def check_prompt_line(where: str, line: str) -> None:
-    """Refuse lines that are settings in files of other programs, which would be a prompt here.
+    """Refuse lines that are settings in files of other programs, since they would be read as prompts.
 
     Raises:
-        InputError: the line holds flags, settings of A1111, a list of JSON or a web page; it begins with ``where``.
+        InputError: the line holds flags, settings of A1111, a JSON list or a web page; the message begins with
+            ``where``.
     """
     if line[:5].lower() in ("<!doc", "<html"):
         raise InputError(
@@ -217,7 +218,7 @@ def _no_number(text: str) -> NoReturn:
 
 
 def json_object(line: str) -> Mapping[str, Any] | InputError:
-    """Return the JSON object that a line holds, or the error that says why the line holds none."""
+    """Return the JSON object in a line, or an error with the reason why there is none."""
     try:
         value = json.loads(line, object_pairs_hook=once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -280,9 +281,9 @@ def pyarrow(what: str, module: str = "") -> Any:
 
 
 def _clean(name: str, value: Any) -> Any:
-    """Return a plain Python value; None where a table has nothing.
+    """Return a plain Python value; None for an empty cell.
 
-    Tables hold whole numbers of columns with gaps as floats, and gaps as NaN.
+    Tables store integer columns with gaps as floats, and gaps as NaN.
     """
     value = plain(value, name)
     if hasattr(value, "tolist"):

@@ -2,38 +2,38 @@
 
     serve run canvax.scale.serve:app model=emoji
 
-The routes are the same and so is their code. A replica is ready when its programs are, hands back its images when it
-has to stop, and is replaced when its engine is dead. A job of ``/api/jobs`` is known only to the replica that accepted
-it, so that API and the page are for a single replica (docs/scaling.md).
+Routes and code are those of the server. A replica is ready when its programs are compiled, finishes its images before
+it stops, and is replaced if its engine fails. Only the replica that accepted a job of ``/api/jobs`` knows it, so that
+API and the page need a single replica (docs/scaling.md).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from canvax.call import Load
 from canvax.errors import CanvaxError, InputError, nearest
 from canvax.server import jobs_api
-from canvax.server.answers import answering, client_of, failure, settled, submitted
+from canvax.server.answers import client_of, failure, settled, submitted
 from canvax.server.app import Settings, create_app
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Engine, JobRequest, Rejected, State, Status
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm, model_names
+from canvax.server.paths import ApiPath, Operation
 from canvax.settings import declared
 
 MODEL_HEADER = "serve_multiplexed_model_id"
-"""Ray Serve's own: its proxy looks for a replica that holds the model."""
+"""Header of Ray Serve: its proxy looks for a replica that has loaded the model."""
 
 
 _QUIETLY = Load(progress=False)
@@ -41,32 +41,32 @@ _LOADING = {name: field for name, field in declared(Load).items() if name not in
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServeArgs:
     """The arguments of ``serve run`` as ``name=value``, and of a Serve config as ``args``.
 
     Attributes:
         model: a name or a folder, or several with commas between; the first is the default.
-        loading: how models are loaded: the other arguments of ``canvax.load`` by their names, such as
-            ``quantize=int8``; networks of ``controlnet`` with commas between several.
+        loading: further arguments of ``canvax.load`` by their names, such as ``quantize=int8``; several networks of
+            ``controlnet`` with commas between.
         ip_adapter: IP-Adapters, with commas between several.
-        warm: sizes and batches to make ready: ``512x512:1,4``, with spaces between several.
-        compile_on_demand: whether other sizes are generated, after a wait for the compiler.
-        hosts: names that the service is called by, with commas between; * for any.
-        no_keys: let everyone in who reaches it. Without it keys come from the variable CANVAX_KEYS, and without these
-            only this machine is answered.
-        imagine: whether there is ``GET /imagine?prompt=``, as samples of Ray and of GKE have it.
-        replicas: how many; 0 for as many as the requests need, between ``least`` and ``most``.
-        least: replicas at least.
-        most: likewise at most.
-        load: requests in flight that a replica should have, about its largest batch.
-        idle: seconds of less load after which a replica goes.
-        cpus: that a replica holds.
-        gpus: likewise.
-        tpus: likewise: the chips of a machine.
-        drain: seconds in which a replica that is to stop finishes what it has.
-        stall: seconds without progress after which an engine that has work fails its health check; 0 for never.
-        holds: models that Serve counts on a replica to have in memory; 0 for all. Requests whose header
-            serve_multiplexed_model_id names a model go to replicas that have generated with it lately.
+        warm: sizes and batches to compile first: ``512x512:1,4``, with spaces between several.
+        compile_on_demand: also generate other sizes, after compiling.
+        hosts: host names of the service, with commas between; * for any.
+        no_keys: accept all clients. By default keys come from the variable CANVAX_KEYS; without keys only this machine
+            is answered.
+        imagine: add the route ``GET /imagine?prompt=`` of the samples of Ray and GKE.
+        replicas: number of replicas; 0 to scale with the requests, between ``least`` and ``most``.
+        least: minimum number of replicas.
+        most: maximum number of replicas.
+        load: target of requests in flight per replica, about its largest batch.
+        idle: seconds of lower load after which a replica is stopped.
+        cpus: CPUs of a replica.
+        gpus: GPUs of a replica.
+        tpus: TPU chips of a replica: those of a machine.
+        drain: seconds in which a stopping replica finishes its work.
+        stall: seconds without progress after which an engine with work fails its health check; 0 for never.
+        holds: number of models that Serve expects in a replica's memory; 0 for all. Requests whose header
+            serve_multiplexed_model_id names a model go to replicas that used it recently.
     """
 
     model: str = "emoji"
@@ -90,39 +90,42 @@ class Wanted:
     holds: int = 0
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Wanted:
-        """From texts or plain values.
+    def of(cls, settings: Mapping[str, Any]) -> ServeArgs:
+        """Parse arguments from texts or plain values.
 
         Raises:
-            InputError: a name is not known, or a value is not of its kind.
+            InputError: a name is unknown, or a value is invalid.
         """
         kinds = {field.name: type(field.default) for field in fields(cls) if field.name != "loading"}
         values, loading = dict[str, Any](), dict[str, Any]()
         for name, value in settings.items():
             if name not in (*kinds, *_LOADING):
-                raise InputError(name, value, "is not known", nearest(name, [*kinds, *_LOADING]))
+                raise InputError(name, "is not known", cure=nearest(name, [*kinds, *_LOADING]), value=value)
             if kinds.get(name) is bool or (name in _LOADING and True in _LOADING[name].kind.choices):
                 value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), value)
-            if name in _LOADING:  # "" is as if it were left out
+            if name in _LOADING:  # "" is the default
                 loading |= {name: _listed(str(value)) if name == "controlnet" else value} if value != "" else {}
                 continue
             try:
                 values[name] = value if isinstance(value, kinds[name]) else _number(kinds[name], value)
             except (TypeError, ValueError):
-                raise InputError(name, value, f"is not {kinds[name].__name__}") from None
+                raise InputError(name, f"is not {kinds[name].__name__}", value=value) from None
             if not isinstance(values[name], str) and not 0 <= values[name] < math.inf:
-                raise InputError(name, value, "is not a finite number of at least 0")
+                raise InputError(name, "is not a finite number of at least 0", value=value)
         return cls(loading=Load(progress=False, **loading), **values)
 
 
+Wanted = ServeArgs  # former name
+
+
 class Images:
-    """A replica: one engine, which owns the devices that Ray gave this process, behind the application.
+    """A replica: one engine, which owns the devices that Ray assigned to this process, and the application.
 
     Args:
-        wanted: what it serves.
+        wanted: its arguments.
     """
 
-    async def __init__(self, wanted: Wanted) -> None:
+    async def __init__(self, wanted: ServeArgs) -> None:
         self._wanted = wanted
         warm = tuple(Warm.parse(text) for text in wanted.warm.split()) or (Warm(),)
         metrics = Metrics()
@@ -145,12 +148,12 @@ class Images:
             more=imagine if wanted.imagine else None,
         )  # fmt: skip
         self._engine.start()
-        while self._engine.state is State.STARTING:  # Serve sends no request before
+        while self._engine.state is State.STARTING:  # Serve sends no requests before this
             await asyncio.sleep(0.1)
         self.check_health()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """For ``serve.ingress``: what answers requests."""
+        """Return the application, for ``serve.ingress``."""
         names, header = self._names, MODEL_HEADER.encode()
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,11 +166,11 @@ class Images:
         return application
 
     async def hold(self, name: str) -> str:
-        """For ``serve.multiplexed``: a model that requests come for. The engine loads it with the first of them."""
+        """Declare a requested model, for ``serve.multiplexed``. The engine loads it with its first request."""
         return name
 
     def check_health(self) -> None:
-        """For Serve, which replaces a replica that raises here."""
+        """Raise an error if the engine has failed; Serve then replaces the replica."""
         if self._engine.state is State.FAILED:
             raise CanvaxError(f"the engine is dead: {self._engine.failure or 'it makes no progress'}")
 
@@ -185,18 +188,18 @@ class Images:
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """The application, for ``serve run canvax.scale.serve:app`` and for ``import_path`` of a Serve config.
+    """Return the application, for ``serve run canvax.scale.serve:app`` and for ``import_path`` of a Serve config.
 
     Raises:
-        InputError: Ray Serve is not installed, or an argument cannot be used.
+        InputError: Ray Serve is not installed, or an argument is invalid.
     """
     try:
         from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         cure = "install it from canvax's folder: pip install '.[ray]'"
         raise InputError(f"canvax.scale.serve needs {error.name}; {cure}") from None
-    serve: Any = ray_serve  # its types, where Ray is installed, do not know a method that a class inherits
-    wanted = Wanted.of(args)
+    serve: Any = ray_serve  # Ray's types do not know inherited methods
+    wanted = ServeArgs.of(args)
     resources: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
     if wanted.tpus:
         resources["resources"] = {"TPU": wanted.tpus}
@@ -213,7 +216,7 @@ def app(args: Mapping[str, Any]) -> Any:
     deployment = serve.deployment(
         name="canvax",
         ray_actor_options=resources,
-        # More than a batch: a replica with less in hand than its batch holds would wait for Serve.
+        # More than a batch, so that a replica never waits for Serve while its batch has free slots.
         max_ongoing_requests=max(16, int(8 * wanted.load)),
         max_queued_requests=256,
         backpressure_config={"status_code": 429, "retry_after_s": 5},
@@ -224,11 +227,14 @@ def app(args: Mapping[str, Any]) -> Any:
     return deployment(serve.ingress()(Replica)).bind(wanted)
 
 
-def imagine(engine: Engine) -> Sequence[BaseRoute]:
-    """``GET /imagine?prompt=&img_size=``, answered with a PNG: what the samples of KubeRay and GKE ask for."""
+def imagine(engine: Engine) -> list[ApiPath]:
+    """Declare ``GET /imagine?prompt=&img_size=``, answered with a PNG, as the samples of KubeRay and GKE expect."""
 
     async def generate(request: Request) -> Response:
-        if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):  # an <img> of a page would generate
+        if request.headers.get("sec-fetch-site") in (
+            "cross-site",
+            "same-site",
+        ):  # an <img> of another page could start a generation
             raise Rejected(403, "wrong_origin", "pages of other sites may not ask for images")
         prompt, size = request.query_params.get("prompt", ""), request.query_params.get("img_size")
         if not prompt:
@@ -244,7 +250,7 @@ def imagine(engine: Engine) -> Sequence[BaseRoute]:
             raise failure(job)
         return Response(job.pictures[0].data, media_type="image/png", headers={"Cache-Control": "no-store"})
 
-    return [Route("/imagine", answering(jobs_api.error, generate), methods=["GET"])]
+    return [ApiPath("/imagine", jobs_api.error, GET=Operation(generate))]
 
 
 def _listed(text: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""A worker checks rows one by one, then generates them in full batches of images that can share a program.
+"""Generates rows: checks them one by one, then generates full batches of images that can share a program.
 
-Each image has a table in the batch, so rows that differ in steps, sampler or guidance scale share a batch. All batches
-of a size have the same number of slots, so an image has the same bits whatever else is in its batch.
+Each image has its own sampler table in the batch, so rows with different steps, samplers or guidance scales share a
+batch. All batches of a size have the same number of slots, so that an image has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from canvax.call import ImageEncoding
+from canvax.compile.additions import ReadsControls
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
-from canvax.errors import NO_VALUE, CanvaxError, InputError, OutOfMemoryError, check_utf8
+from canvax.errors import CanvaxError, InputError, OutOfMemoryError, check_utf8
 from canvax.images.formats import GeneratedImage, quality_keywords
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import padded_batch
-from canvax.pipelines.control import control_argument, control_of
 from canvax.pipelines.generate import metadata, second_pass, text_to_image, two_passes, work
-from canvax.pipelines.image_prompts import image_prompt_argument, image_prompts_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.prepare import noise_of, samples
 from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.texts import has_tags
 from canvax.samplers import SamplerTable
+from canvax.scale.named_images import control_argument, image_prompt_argument, named_control, named_prompts
 from canvax.scale.rows import ARGUMENTS, OPTIONS, Row, digest_of, settings_of
 from canvax.settings import check_setting, declared, offered
 from canvax.types import HostArray
@@ -53,50 +53,50 @@ _TEXTS = [
     for name, field in offered(record, "file").items()
     if field.is_text and not (field.setting.repeats or field.kind.choices)
 ]
-"""Settings that are one text in a row, although they may be lists in a call."""
+"""Settings that are a single text in a row, although a call accepts lists."""
 _NAMED = frozenset(ARGUMENTS) & Call.__dataclass_fields__.keys()
 _BY_IMAGE = {name: option.default for name, option in declared(Options).items() if option.setting.per_image}
-"""Options that may differ within a batch: they are in the table, in the noise or in the prompts."""
+"""Options that may differ within a batch: they affect only the table, the noise or the prompts."""
 
 
 def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
-    """Return the call for one image with these settings; the images that it begins from are still names of files.
+    """Return the call for one image with these settings; input images are still file names.
 
     Args:
-        settings: by canvax's names.
+        settings: settings by canvax's names.
         adapters: IP-Adapters of the model.
         options: further options of the call.
 
     Raises:
-        InputError: there is no prompt, or a value is of another type than its setting, or out of its range.
+        InputError: there is no prompt, or a value has the wrong type or is out of range.
     """
     if settings.get("prompt") is None:
-        raise InputError("prompt", NO_VALUE, "is missing", "give the row one, in a field or column of that name")
+        raise InputError("prompt", "is missing", cure="give the row one, in a field or column of that name")
     for name in _TEXTS:
         if not isinstance(value := settings.get(name), str | None):
-            raise InputError(name, value, "is not text")
+            raise InputError(name, "is not text", value=value)
         check_utf8(name, value or "")
     named = {name: check_setting(Call, name, settings[name]) for name in _NAMED if name in settings}
     if references := settings.get("reference"):
         named["image"] = _with_references(settings.get("image"), references)
-    named |= {"control": control_of(settings), "image_prompt": image_prompts_of(settings, adapters)}
+    named |= {"control": named_control(settings), "image_prompt": named_prompts(settings, adapters)}
     return Call(**named, options=Options(**{name: settings[name] for name in OPTIONS if name in settings}, **options))
 
 
 def _with_references(image: str | None, references: Any) -> tuple[str, ...]:
-    """Return the files of all images that a model that edits reads."""
+    """Return the files of all input images of a model that edits."""
     files = tuple(references) if isinstance(references, list | tuple) else (references,)
     if wrong := [file for file in files if not isinstance(file, str)]:
-        raise InputError("reference", wrong[0], "is not the name of a file")
+        raise InputError("reference", "is not the name of a file", value=wrong[0])
     if image is None:
-        raise InputError("reference", files[0], "is beside another image", "name the first one with {image}")
+        raise InputError("reference", "is beside another image", cure="name the first one with {image}", value=files[0])
     return image, *files
 
 
 def joined(calls: Sequence[Call], **options: Any) -> Call:
-    """Return one call for the images of several calls of ``call_of``, with the images that their files hold.
+    """Return one call for the images of several calls of ``call_of``, with the contents of image files.
 
-    Prompts, seeds and images may differ. All else is that of the first call, with changed ``options``.
+    Prompts, seeds and images may differ. Everything else is that of the first call, with ``options`` replaced.
     """
     first = calls[0]
     for name in ("prompt", "negative_prompt"):
@@ -119,7 +119,7 @@ def joined(calls: Sequence[Call], **options: Any) -> Call:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Return the items with equal keys together, in their order."""
+    """Return the items sorted into groups with equal keys; the order of first items is kept."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -127,7 +127,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def most_at_once(mesh: Mesh, height: int, width: int) -> int:
-    """Return how many images of a size in pixels any devices can generate at once."""
+    """Return the number of images of a size in pixels that any devices can generate at once."""
     return min(max(1, PIXELS // (height * width)), MOST) * mesh.shape["data"]
 
 
@@ -135,12 +135,12 @@ class Key(NamedTuple):
     """Images with the same key can be in one batch.
 
     Attributes:
-        height: in pixels.
-        width: in pixels.
-        kinds: of programs.
-        flags: whether it is guided, and whether the negative side is zeros.
-        options: what they must share.
-        table: settings of the table, where the whole batch must have one; else empty.
+        height: height in pixels.
+        width: width in pixels.
+        kinds: kinds of programs.
+        flags: whether guidance is used, and whether the negative prompt is replaced by zeros.
+        options: options that they must share.
+        table: settings of the sampler table if the whole batch must share it; otherwise empty.
     """
 
     height: int
@@ -153,16 +153,16 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A row that can be generated.
+    """A row ready for generation.
 
     Attributes:
-        row: where it came from.
-        digest: of its settings.
-        call: for this image alone; images are names of files.
-        key: what it can be batched with.
-        table: of its sampler.
-        noise: [1, h, w, C], where it is not that of its seed alone; else None.
-        record: what generates it again.
+        row: the row of the file.
+        digest: digest of its settings.
+        call: the call for this image; input images are file names.
+        key: key of batches that it can be in.
+        table: table of its sampler.
+        noise: [1, h, w, C], or None if only the seed determines it.
+        record: settings that generate it again.
     """
 
     row: Row
@@ -189,12 +189,12 @@ class Worker:
 
     Args:
         pipe: the model, with its weights.
-        batch: images at once on the whole mesh; None for what any device can hold.
-        most: the number of rows: a batch has no more slots than that.
+        batch: images at once on the whole mesh; None for a number that any device can hold.
+        most: number of rows; a batch has at most as many slots.
         defaults: settings that a row may override, by canvax's names.
         carried: names in rows that are not settings.
-        seed: for seeds of rows without one, see ``rows.settings_of``.
-        progress: whether to show what is compiled.
+        seed: base of the seeds of rows without a seed, see ``rows.settings_of``.
+        progress: show compilations.
 
     Attributes:
         compilations: programs that JAX compiled so far.
@@ -216,12 +216,12 @@ class Worker:
         self._batch, self._most = batch, most
         self._defaults, self._carried, self._seed = dict(defaults or {}), carried, seed
         self._progress: bool | str = "programs" if progress else False
-        self._spread, self._leads = multihost.is_spread(pipe.mesh), multihost.leads(pipe.mesh)
+        self._spread, self._leads = multihost.is_spread(pipe.mesh), multihost.is_main_process(pipe.mesh)
         self._worked: dict[Any, Any] = {}
         self._too_large: set[Key] = set()
 
     def check(self, row: Row) -> Item | Made:
-        """Check a row without running anything; returns an error if it cannot be generated."""
+        """Check a row without running anything; return an error if it cannot be generated."""
         digest = ""
         try:
             settings = settings_of(row, self._defaults, self._carried, self._seed)
@@ -231,7 +231,7 @@ class Worker:
             return Made(row, digest, error=str(error))
 
     def run(self, rows: Iterable[Row]) -> Iterator[tuple[int, list[Made]]]:
-        """Generate all rows, a batch at a time; rows that cannot be generated come first.
+        """Generate all rows, a batch at a time; errors of rows that cannot be generated come first.
 
         Yields:
             The number of rows in the batch, and their results; each of several processes yields the images it has.
@@ -251,7 +251,7 @@ class Worker:
         return padded_batch(self._batch or usual, self._pipe.mesh)
 
     def generate(self, items: Sequence[Item]) -> list[Made]:
-        """Generate a batch; where several processes generate together, each returns the images of its devices.
+        """Generate a batch; if several processes generate together, each returns the images of its devices.
 
         If a batch fails, each image is generated separately, so that only those that cause the error are missing.
         """
@@ -274,7 +274,7 @@ class Worker:
         return [Made(item.row, item.digest, error=error) for item in items] if self._leads else []
 
     def _at_once(self, items: Sequence[Item]) -> list[Made]:
-        """Generate a batch, filled up with copies of its last image, so that nothing compiles for a smaller batch."""
+        """Generate a batch, filled up with copies of its last image, so that smaller batches do not recompile."""
         pipe, params, key = self._pipe, self._pipe.params, items[0].key
         assert params is not None
         size = self.size(key.height, key.width)
@@ -301,14 +301,14 @@ class Worker:
         return [self._made(items[i], *result) for i, result in finished.items()]
 
     def _made(self, item: Item, image: Image, metadata: Mapping[str, Any]) -> Made:
-        """Return the result of an item; ``metadata``, of the batch, has the answer of a safety checker."""
+        """Return the result of an item; ``metadata`` is that of the batch, with the answer of a safety checker."""
         record = {**item.record, **{name: metadata[name] for name in ("nsfw",) if name in metadata}}
         return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
     def _item(self, row: Row, digest: str, call: Call) -> Item:
         if has_tags(call.prompt):
             why = "names an adapter, but a batch has the same adapters for all rows"
-            raise InputError("prompt", call.prompt, why, "write --lora FILE:0.8 instead")
+            raise InputError("prompt", why, cure="write --lora FILE:0.8 instead", value=call.prompt)
         request, options = make_request(self._pipe.model, joined([call])), call.options
         table, deep, kinds = self._work(request)
         noise = noise_of(self._pipe.model, request) if options.variation_strength or options.seed_size else None
@@ -316,8 +316,8 @@ class Worker:
             second_pass(self._pipe.model, request)
             if self._spread or noise is not None:
                 why = "no process of several has all images" if self._spread else "its noise is not that of a seed"
-                raise InputError("hires", options.hires, f"is not for a batch: {why}", "leave it out")
-        # What one table of the whole batch decides besides the table itself: features, texts, pieces of the run.
+                raise InputError("hires", f"is not for a batch: {why}", cure="leave it out", value=options.hires)
+        # Settings with a shared table that also affect features, texts or parts of the run.
         alike = (deep is not None, len(kinds.guided) > 1, len(request.texts.stages) > 1, request.embedded,
                  options.hires > 1, request.init_images is not None)  # fmt: skip
         shared, common = replace(options, **_BY_IMAGE), ()
@@ -325,13 +325,13 @@ class Worker:
             size = [call.height, call.width, call.strength] if request.init_images else []
             shared = replace(options, prompt_2=None, negative_prompt_2=None)
             common = (request.steps, request.guidance, request.sampler, call.mask is None, *size)
-        common += (call.image,) if request.references else ()  # which all images of a call read
+        common += (call.image,) if request.references else ()  # shared by all images of a call
         key = Key(request.height, request.width, kinds, (request.guided, request.zeros), shared, common)
         record = {**metadata(self._pipe.model, request)[0], "id": row.id}
         return Item(row, digest, call, key, table, noise, record)
 
     def _work(self, request: Request) -> Any:
-        """Return ``work`` of a request, cached: few settings differ, and a table takes as long as all other checks."""
+        """Return ``work`` of a request, cached: settings rarely differ, and a table takes as long as all checks."""
         key = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
                request.lengths, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
@@ -347,10 +347,10 @@ class Worker:
         return self._worked[key]
 
     def _request(self, items: Sequence[Item]) -> Request:
-        """Return the request of a batch; what differs between images is in lists, in tables and in the noise."""
+        """Return the request of a batch; differences between images are in lists, in tables and in the noise."""
         model, key = self._pipe.model, items[0].key
         call = joined([item.call for item in items], progress=self._progress)
-        if key.kinds.controls and call.image is None:  # control images may differ in size
+        if key.kinds.of(ReadsControls) and call.image is None:  # control images may differ in size
             call = replace(call, height=key.height, width=key.width)
         request = make_request(model, call)
         if all(item.noise is None for item in items):
@@ -365,9 +365,9 @@ class Worker:
 
 
 def _agreed(failed: CanvaxError | None, cure: Callable[[], str]) -> CanvaxError | None:
-    """Return the error that all processes go on from: their next batches must be the same."""
+    """Return the error that all processes must raise: their next batches must be the same."""
     memory = isinstance(failed, OutOfMemoryError)
-    any_memory, any_other = multihost.any_of([memory, failed is not None and not memory])
+    any_memory, any_other = multihost.any_process([memory, failed is not None and not memory])
     if any_memory:
         return failed if memory else OutOfMemoryError(f"another process ran out of memory; {cure()}")
     if any_other and failed is None:

@@ -21,7 +21,6 @@ from PIL import Image, ImageChops, ImageOps
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from canvax import __version__
 from canvax.call import MAX_SIDE
@@ -32,7 +31,6 @@ from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.curve_names import CURVES
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.server.answers import (
-    answering,
     asked,
     cancelled,
     client_of,
@@ -51,6 +49,7 @@ from canvax.server.answers import (
 from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
 from canvax.server.images_in import MOST_PIXELS, bytes_of_text, colours, image_of_text, white_mask
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
+from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, MOST_IMAGES
 from canvax.weights.data_folder import stem_of
 
@@ -68,6 +67,14 @@ _FIELDS = {
     "vae": "sd_vae",
 }
 """What an argument of ``JobRequest`` is called here."""
+_RESIZES = {
+    "None": Image.Resampling.LANCZOS,
+    "Lanczos": Image.Resampling.LANCZOS,
+    "Nearest": Image.Resampling.NEAREST,
+}
+"""Upscalers that resize an image and nothing else. A1111's "None" does so, too, where the size is to be another."""
+_BY_THE_MODEL = "SD upscale"
+"""The upscaler that generates detail, tile by tile, as A1111 calls it; also where a client names none."""
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
 _EMPTY: dict[str, Any] = {
     "sd-modules": [],
@@ -83,7 +90,7 @@ _EMPTY: dict[str, Any] = {
     "memory": {"ram": {"error": "not available"}, "cuda": {"error": "not available"}},
     "upscalers": [
         {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
-        for name in ("None", "Lanczos")
+        for name in (*_RESIZES, _BY_THE_MODEL)
     ],
 }
 """Lists that clients ask for, and where there is little or nothing to choose."""
@@ -184,10 +191,12 @@ class Enlargement(Struct):
 
     image: Annotated[str, Meta(min_length=1)]
     upscaling_resize: Annotated[float, Meta(ge=1, le=8)] = 2.0
+    upscaler_1: Name = _BY_THE_MODEL
     # refused where they ask for something
     resize_mode: Annotated[int, Meta(ge=0, le=1)] = 0
     gfpgan_visibility: Fraction = 0
     codeformer_visibility: Fraction = 0
+    extras_upscaler_2_visibility: Fraction = 0
 
 
 class Settings(Struct):
@@ -203,14 +212,7 @@ class ImageInfo(Struct):
     image: Annotated[str, Meta(min_length=1)]
 
 
-BODIES = {
-    "/sdapi/v1/txt2img": TextToImage,
-    "/sdapi/v1/img2img": ImageToImage,
-    "/sdapi/v1/extra-single-image": Enlargement,
-    "/sdapi/v1/options": Settings,
-    "/sdapi/v1/png-info": ImageInfo,
-}
-"""What is sent where, for those who describe the API."""
+PREFIXES = ("/sdapi/",)
 
 
 def _not_served(name: str) -> Rejected:
@@ -263,7 +265,7 @@ class _Session:
         wanted = _parts(str(name))
         if not {"", ".", ".."}.isdisjoint(wanted):
             return None
-        like = [card for card in cards if (parts := _parts(card.id))[-len(wanted) :] == wanted[-len(parts) :]]
+        like = [card for card in cards if _is_called(card, wanted)]
         return like[0] if len(like) == 1 else None
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
@@ -309,8 +311,10 @@ class _Session:
         return await self.generate(request, ImageToImage)
 
     async def enlarge(self, request: Request) -> Response:
-        """An image made larger by the model, tile by tile, whatever upscaler a client names."""
+        """An image made larger: resized, or by the model, tile by tile."""
         body, client = await read_json(request, Enlargement, status=422, strict=False), client_of(request)
+        if body.upscaler_1 != _BY_THE_MODEL:
+            return json_answer({"html_info": "", "image": await decoding(_resized, body)})
         job = await asked(request, self.engine, enlargement_of, body, self.card(client), client)
         await settled(request, job, lambda event: None)
         if job.status is not Status.DONE:
@@ -339,7 +343,7 @@ class _Session:
         return json_answer(
             {
                 "sd_model_checkpoint": _title(card),
-                "sd_checkpoint_hash": card.sha256,
+                "sd_checkpoint_hash": card.sha256 or None,
                 "sd_vae": self.vaes.get(client_of(request), "Automatic"),
                 "CLIP_stop_at_last_layers": 1,
                 "samples_format": "png",
@@ -393,37 +397,35 @@ class _Session:
         return json_answer([_described(card) for card in self.engine.models()])
 
 
-def routes(engine: Engine) -> list[BaseRoute]:
+def routes(engine: Engine) -> list[ApiPath]:
     """The routes, which these clients expect at the root of the server."""
     session = _Session(engine)
-    nothing = _always(None)
-    gets = {name: _always(value) for name, value in _EMPTY.items()} | {
-        "progress": session.progress,
-        "options": session.options,
-        "sd-models": session.models,
-        "sd-vae": session.autoencoders,
-        "loras": session.adapters,
-        "embeddings": session.embeddings,
-        "samplers": _always(_samplers()),
-        "schedulers": _always(_schedulers()),
+    nothing, ask, read = Operation(_always(None)), "as A1111's clients ask.", "as A1111's clients read them."
+    both, made = f"Images of a prompt and an image, {ask}", "How an image was made, as A1111's clients read it."
+    gets = {name: Operation(_always(value)) for name, value in _EMPTY.items()} | {
+        "progress": Operation(session.progress, "How far A1111's clients are."),
+        "options": Operation(session.options, f"Settings, {read}"),
+        "samplers": Operation(_always(_samplers()), f"Samplers, {read}"),
+        "schedulers": Operation(_always(_schedulers()), f"Sigma schedules, {read}"),
+        "sd-models": Operation(session.models, f"Models, {read}"),
+        "loras": Operation(session.adapters, f"Adapters, {read}"),
+        "embeddings": Operation(session.embeddings, f"Embeddings, {read}"),
+        "sd-vae": Operation(session.autoencoders, f"VAEs that requests may name, {read}"),
     }
     posts = {
-        "txt2img": session.text_to_image,
-        "img2img": session.image_to_image,
-        "extra-single-image": session.enlarge,
-        "interrupt": session.interrupt,
-        "skip": session.interrupt,
-        "options": session.choose,
-        "png-info": _png_info,
+        "txt2img": Operation(session.text_to_image, f"Images of a prompt, {ask}", TextToImage, images=True),
+        "img2img": Operation(session.image_to_image, both, ImageToImage, images=True),
+        "extra-single-image": Operation(session.enlarge, f"An image made larger, {ask}", Enlargement, images=True),
+        "options": Operation(session.choose, "Choose the model, as A1111's clients do.", Settings),
+        "png-info": Operation(_png_info, made, ImageInfo, images=True),
+        "interrupt": Operation(session.interrupt, "Cancel the job that runs, as A1111's clients do."),
+        "skip": Operation(session.interrupt, "Cancel the job that runs, as `interrupt` does."),
+        "refresh-loras": Operation(session.refresh_adapters, "Look for new adapters."),
+        "refresh-embeddings": Operation(session.refresh_embeddings, "Look for new embeddings."),
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
-        "refresh-loras": session.refresh_adapters,
-        "refresh-embeddings": session.refresh_embeddings,
     }
-    return [
-        Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])
-        for method, endpoints in (("GET", gets), ("POST", posts))
-        for name, endpoint in endpoints.items()
-    ]
+    paths = [ApiPath(f"/sdapi/v1/{name}", error, POST=operation) for name, operation in posts.items()]
+    return paths + [ApiPath(f"/sdapi/v1/{name}", error, GET=operation) for name, operation in gets.items()]
 
 
 def error(refused: Rejected, request_id: str) -> Response:
@@ -454,7 +456,7 @@ def _owner(request: Request) -> tuple[str, str]:
 
 
 def _title(card: ModelCard) -> str:
-    return f"{card.id} [{card.sha256[:10]}]"
+    return f"{card.id} [{card.sha256[:10]}]" if card.sha256 else card.id
 
 
 def _names(card: ModelCard) -> tuple[str, ...]:
@@ -463,13 +465,19 @@ def _names(card: ModelCard) -> tuple[str, ...]:
 
 def _parts(name: str) -> list[str]:
     """Folders and name of a file as A1111 writes them: ``sd15\\deliberate_v2.safetensors [4b56e31647]``."""
-    stem = re.sub(r"\.(safetensors|ckpt|gguf)$", "", re.sub(r" \[[0-9a-f]{10}\]$", "", name.strip()))
-    return stem.replace("\\", "/").split("/")
+    return stem_of(re.sub(r" \[[0-9a-f]{10}\]$", "", name.strip())).replace("\\", "/").split("/")
+
+
+def _is_called(card: ModelCard, wanted: list[str]) -> bool:
+    """Whether the parts of a name are those of the model's file: one of them may begin at a folder farther above."""
+    parts = _parts(card.file or card.id)
+    shorter = min(len(parts), len(wanted))
+    return wanted == _parts(card.id) or wanted[-shorter:] == parts[-shorter:]
 
 
 def _described(card: ModelCard) -> dict[str, Any]:
     names = {"title": _title(card), "model_name": card.id, "filename": card.id}
-    return {**names, "hash": card.sha256[:10], "sha256": card.sha256, "config": None}
+    return {**names, "hash": card.sha256[:10] or None, "sha256": card.sha256 or None, "config": None}
 
 
 def _samplers() -> list[dict[str, Any]]:
@@ -643,7 +651,7 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
 
 def _second_pass(body: TextToImage, card: ModelCard) -> dict[str, Any]:
     """What the hires fix is in ``canvax.Options``; what is not sent is as AUTOMATIC1111 has it."""
-    width, height = body.width or card.native[0], body.height or card.native[1]
+    width, height = body.width or card.size[0], body.height or card.size[1]
     by_side = [new / old for new, old in ((body.hr_resize_x, width), (body.hr_resize_y, height)) if new]
     if len(by_side) == 2 and abs(by_side[0] - by_side[1]) > 0.01:
         raise _refused("hr_resize_x", "has another shape than the image; send hr_scale")
@@ -667,14 +675,34 @@ def enlargement_of(body: Enlargement, card: ModelCard, client: str) -> JobReques
     Raises:
         Rejected: naming the field.
     """
-    for name in ("resize_mode", "gfpgan_visibility", "codeformer_visibility"):
-        if getattr(body, name):
-            raise _refused(name, "is not offered by this server; send 0")
-    image = colours("image", image_of_text("image", body.image))
+    image = _source(body)
     return JobRequest(
         "", model=card.id, image=image, upscale=body.upscaling_resize, strength=_ENLARGED,
         guidance_scale=card.no_guidance, client=client,
     )  # fmt: skip
+
+
+def _source(body: Enlargement) -> Image.Image:
+    """The image of extra-single-image."""
+    for name in ("resize_mode", "gfpgan_visibility", "codeformer_visibility", "extras_upscaler_2_visibility"):
+        if getattr(body, name):
+            raise _refused(name, "is not offered by this server; send 0")
+    return colours("image", image_of_text("image", body.image))
+
+
+def _resized(body: Enlargement) -> bytes:
+    """The image of extra-single-image as a PNG, resized by an upscaler that needs no model."""
+    method = next((way for name, way in _RESIZES.items() if name.lower() == body.upscaler_1.lower()), None)
+    if method is None:
+        there = ", ".join((*_RESIZES, _BY_THE_MODEL))
+        raise _refused("upscaler_1", f"{body.upscaler_1!r:.80} is not known; send one of {there}")
+    image = _source(body)
+    width, height = (round(side * body.upscaling_resize) for side in image.size)
+    if width * height > MOST_PIXELS:
+        raise _refused("upscaling_resize", f"makes {width} x {height} pixels, more than {MOST_PIXELS}; send less")
+    file = BytesIO()
+    image.resize((width, height), method).save(file, "PNG")
+    return file.getvalue()
 
 
 def spec_of(sampler: str | None) -> SamplerSpec | None:
@@ -751,7 +779,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "restore_faces": False,
         "face_restoration_model": None,
         "sd_model_name": card.id,
-        "sd_model_hash": card.sha256[:10],
+        "sd_model_hash": card.sha256[:10] or None,
         "sd_vae_name": job_request.vae,
         "sd_vae_hash": None,
         "seed_resize_from_w": body.seed_resize_from_w or -1,

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from canvax.server import a1111, history, huggingface, jobs_api, openai
@@ -23,20 +22,14 @@ from canvax.server.jobs import Engine, Rejected, State
 from canvax.server.keys import Keys
 from canvax.server.metrics import CONTENT_TYPE, Metrics
 from canvax.server.openapi import description
+from canvax.server.paths import Api, ApiPath, ErrorFormat, Operation, takes_images
 from canvax.server.rates import Rated, Rates
 
-APIS = (jobs_api, openai, a1111, huggingface)
+APIS: tuple[Api, ...] = (jobs_api, openai, a1111, huggingface)
+"""The modules that declare an API. Refusals of a path that none of them has are in the form of the first."""
 
-_APIS: dict[str, ModuleType] = {
-    "/api/": jobs_api, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111,
-    "/models/": huggingface, "/hf": huggingface,
-}  # fmt: skip
-"""Whose errors are answered where."""
-
-_WITH_IMAGES = (
-    "/api/jobs", "/api/control/", "/api/inspect", "/v1/images/edits", "/images/edits", "/openai/", "/sdapi/v1/txt2img",
-    "/sdapi/v1/img2img", "/sdapi/v1/extra-single-image", "/sdapi/v1/png-info", "/models/", "/hf",
-)  # fmt: skip
+_PREFIXES = ("/static/", "/health", "/ready", "/metrics")
+"""Of the server's own paths, each counted by itself in metrics."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ def create_app(
     *,
     state: Callable[[], State],
     metrics: Metrics,
-    more: Callable[[Engine], Sequence[BaseRoute]] | None = None,
+    more: Callable[[Engine], Sequence[ApiPath]] | None = None,
 ) -> ASGIApp:
     """The application.
 
@@ -83,15 +76,20 @@ def create_app(
         settings: see there.
         state: what the engine does at present.
         metrics: what is counted.
-        more: gives further routes.
+        more: gives further paths.
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
-    described_apis = APIS if settings.history is None else (*APIS, history)
-    bodies = {path: body for api in described_apis for path, body in api.BODIES.items()}
-    described = description(bodies, history=settings.history is not None)
-    routes = [*_operations(state, metrics, encoded(described)), *(_page(settings) if settings.page else [])]
-    routes += [route for api in APIS for route in api.routes(engine)]
-    routes += more(engine) if more else []
+    paths = [path for api in APIS for path in api.routes(engine)] + operations(state, metrics)
+    if settings.page and settings.history is not None:
+        paths += history.routes(settings.history, settings.left_out)
+    paths += more(engine) if more else []
+    forms = {path.path: path.error for path in paths if "{" not in path.path}
+    prefixes = {prefix: api.error for api in APIS for prefix in api.PREFIXES}
+
+    def wrong(path: str) -> ErrorFormat:
+        """Return the format of errors of a path."""
+        below = (error for prefix, error in prefixes.items() if path.startswith(prefix))
+        return forms.get(path) or next(below, APIS[0].error)
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Rejected)
@@ -116,6 +114,7 @@ def create_app(
         return failed(error, request_id_of(request), wrong(request.scope["path"]))
 
     answers = {Rejected: refused, HTTPException: not_routed, Exception: unforeseen}
+    routes = [*(_page(settings) if settings.page else []), *paths, _described(paths)]
     app = Starlette(routes=routes, exception_handlers=answers)
     app.router.redirect_slashes = False
     rules = Rules(
@@ -123,18 +122,15 @@ def create_app(
         allowed_hosts(settings.host, settings.more_hosts),
         settings.origins,
         settings.max_body,
-        _WITH_IMAGES,
+        takes_images(paths),
+        (*prefixes, *_PREFIXES),
     )
     return Guard(app, rules, wrong, metrics)
 
 
-def wrong(path: str) -> Callable[[Rejected, str], Response]:
-    """What answers errors of a path, in the form of its API."""
-    whole = {"/": huggingface, "/models": openai}.get(path)
-    return (whole or next((api for prefix, api in _APIS.items() if path.startswith(prefix)), jobs_api)).error
+def operations(state: Callable[[], State], metrics: Metrics) -> list[ApiPath]:
+    """Return the paths for those who operate a server."""
 
-
-def _operations(state: Callable[[], State], metrics: Metrics, described: bytes) -> list[BaseRoute]:
     async def health(_: Request) -> Response:
         failed = state() is State.FAILED
         return json_answer({"status": "failed" if failed else "ok"}, status=503 if failed else 200)
@@ -146,14 +142,25 @@ def _operations(state: Callable[[], State], metrics: Metrics, described: bytes) 
     async def measured(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    works = "Whether the server works: 503 when its engine is dead or makes no progress."
+    return [
+        ApiPath("/health", jobs_api.error, GET=Operation(health, works)),
+        ApiPath("/ready", jobs_api.error, GET=Operation(ready, "Whether it can generate.")),
+        ApiPath("/metrics", jobs_api.error, GET=Operation(measured, "Prometheus metrics.")),
+    ]
+
+
+def _described(paths: Sequence[ApiPath]) -> ApiPath:
+    """The path of the OpenAPI description of others."""
+    described = encoded(description(paths))
+
     async def openapi(_: Request) -> Response:
         return Response(described, media_type="application/json")
 
-    endpoints = {"/health": health, "/ready": ready, "/metrics": measured, "/openapi.json": openapi}
-    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
+    return ApiPath("/openapi.json", jobs_api.error, GET=Operation(openapi))
 
 
-def _page(settings: Settings) -> list[BaseRoute]:
+def _page(settings: Settings) -> list[Route]:
     """The page and its files, read once: names of a client's never reach the file system."""
     folder = files("canvax.server") / "page"
     contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
@@ -172,8 +179,4 @@ def _page(settings: Settings) -> list[BaseRoute]:
         kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0]
         return Response(contents[name], headers=headers, media_type=kind or "application/octet-stream")
 
-    routes: list[BaseRoute] = [
-        Route("/", index, methods=["GET"]),
-        Route("/static/{name}", static, methods=["GET"]),
-    ]
-    return routes if settings.history is None else [*routes, *history.routes(settings.history, settings.left_out)]
+    return [Route("/", index, methods=["GET"]), Route("/static/{name}", static, methods=["GET"])]

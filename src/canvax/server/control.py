@@ -6,22 +6,19 @@ Where no image of a batch needs a network in a row, it is not evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from PIL import Image
 
+from canvax.compile.additions import ReadsControls, ReadsImagePrompts
 from canvax.compile.kinds import Kinds
-from canvax.engine.batch import ParkedImage, Prompts
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.models.controlled import Control
 from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.models.t2i_adapter import T2IAdapter
-from canvax.models.text import IMAGE_PROMPTS, Conditions
 from canvax.pipelines.image_prompts import ImagePrompt
 from canvax.pipelines.networks import usual_kinds
 from canvax.server.jobs import ControlCard, JobRequest, PromptImage, invalid
@@ -58,11 +55,11 @@ def with_networks(kinds: Kinds, model: Model) -> Kinds:
 
     Each IP-Adapter reads one image prompt, which may have a mask. Several for one adapter have programs of their own.
     """
-    kinds = kinds._replace(controls=tuple(name for name, _ in model.networks.controls))
-    usual = usual_kinds(model.networks, masked=True)
-    several = {kind.component: kind for kind in kinds.image_prompts if kind.images > 1}
+    controls = tuple(name for name, _ in model.networks.controls)
+    usual, asked = usual_kinds(model.networks, masked=True), kinds.of(ReadsImagePrompts)
+    several = {kind.component: kind for kind in (asked.kinds if asked else ()) if kind.images > 1}
     prompts = tuple(several.get(kind.component, kind) for kind in usual)
-    return kinds._replace(image_prompts=prompts, sees=bool(usual))
+    return kinds.adding(controls and ReadsControls(controls), prompts and ReadsImagePrompts(prompts, sees=True))
 
 
 def examples(model: Model, width: int, height: int) -> dict[str, Any]:
@@ -74,53 +71,6 @@ def examples(model: Model, width: int, height: int) -> dict[str, Any]:
     if networks.image_encoder and networks.ip_adapters:
         fields["image_prompt"] = [PromptImage(black, adapter=i) for i in range(len(networks.ip_adapters))]
     return fields
-
-
-class Idle:
-    """What an image carries for networks that it has nothing for.
-
-    Args:
-        shapes: of all conditions that the programs are given.
-        networks: those of the programs that read control images, in their order.
-    """
-
-    def __init__(self, shapes: Mapping[str, Any], networks: Sequence[tuple[str, Control]]) -> None:
-        self._nets = tuple(networks)
-        known = {IMAGE_PROMPTS, *(name for name, _ in self._nets)}
-        self._nothing = {name: jax.tree.map(_zeros, shape) for name, shape in shapes.items() if name in known}
-        for entry in self._nothing.get(IMAGE_PROMPTS, {}).values():
-            entry["masks"] = tuple(np.ones_like(mask) for mask in entry["masks"]) if "masks" in entry else ()
-            if not entry["masks"]:
-                del entry["masks"]
-
-    def beside(self, carried: ParkedImage, names: Sequence[str]) -> ParkedImage:
-        """An image as the programs take it; ``names`` are the networks that it has a control image for."""
-        if not self._nothing:
-            return carried
-        flight, run = carried
-        run.later = {row: self._all(prompts) for row, prompts in run.later.items()}
-        if (strengths := run.columns.get("control")) is not None:
-            widest = max(net.layers for _, net in self._nets)
-            control = np.zeros((len(strengths), len(self._nets), 2, widest), np.float32)
-            places = [i for i, (name, _) in enumerate(self._nets) if name in names]
-            control[:, places, :, : strengths.shape[-1]] = strengths
-            run.columns = {**run.columns, "control": control}
-        return ParkedImage(flight._replace(prompts=self._all(flight.prompts)), run)
-
-    def _all(self, prompts: Prompts) -> Prompts:
-        return tuple(self._whole(prompt) for prompt in prompts)
-
-    def _whole(self, half: Conditions) -> Conditions:
-        whole: dict[str, Any] = {**self._nothing, **half}
-        if IMAGE_PROMPTS in half:
-            nothing, entries = self._nothing[IMAGE_PROMPTS], whole[IMAGE_PROMPTS]
-            whole[IMAGE_PROMPTS] = {name: {**entry, **entries.get(name, {})} for name, entry in nothing.items()}
-        return whole
-
-
-def _zeros(shape: Any) -> np.ndarray:
-    """Of one image."""
-    return np.zeros((1, *shape.shape[1:]), shape.dtype)
 
 
 def cards(model: Model) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError
+from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.families.base import Model
 from canvax.parallel.rules import place
 from canvax.params import Params, flatten
@@ -148,8 +148,7 @@ class EmbeddingCache:
             words = tuple(self._word(name, fit) for name in fit)
         faults = {name: file.fault for name, file in read.items() if name not in fit}
         return words, tuple(
-            HintWarning("prompt", NO_VALUE, f"has {name!r}, which is read as text: {fault}")
-            for name, fault in faults.items()
+            HintWarning("prompt", f"has {name!r}, which is read as text: {fault}") for name, fault in faults.items()
         )
 
     def _read(self, name: str) -> _File:
@@ -181,7 +180,7 @@ class EmbeddingCache:
                 idle = next((other for other in self._words if other not in named), None)
                 if idle is None:
                     problem = f"names textual inversions of more vectors than the model has room for, {name!r} the last"
-                    raise InputError("prompt", NO_VALUE, problem, "name fewer")
+                    raise InputError("prompt", problem, cure="name fewer")
                 del self._words[idle]
             rows = {part: dict(zip(free[part], array, strict=False)) for part, array in vectors.items()}
             self._words[name] = Word(embedding_name(name, self._paths[name]), self._paths[name].name, file.sha256, rows)
@@ -210,7 +209,7 @@ class EmbeddingCache:
                     filled[i] = vector.astype(filled.dtype)
                 if not np.isfinite(filled[i].astype(np.float32)).all():
                     problem = f"names an embedding that overflows in {filled.dtype}"
-                    raise InputError("prompt", NO_VALUE, problem, "leave it out, or load the model in float32")
+                    raise InputError("prompt", problem, cure="leave it out, or load the model in float32")
             param = dict(flatten(self._model.specs[part]))[TABLE]
             self._tables[part] = place(param, filled, self._mesh, table.sharding.memory_kind)
             params = with_arrays(params, {(part, TABLE): {TABLE: self._tables[part]}})

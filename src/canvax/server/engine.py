@@ -41,7 +41,7 @@ from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Announcer, Loaded, ModelSet, ServedModel, Warm, unavailable
 from canvax.server.policy import PATIENCE, Queue
-from canvax.server.work import Checked, GroupKey, Item, byte_size, may_begin
+from canvax.server.work import Checked, Cost, GroupKey, Item, byte_size, may_begin
 from canvax.server.writing import Writer
 from canvax.types import HostArray
 
@@ -64,8 +64,8 @@ CHEAP_PREVIEWS = 0.25
 _STOPPED = "the server stopped before the images were done; ask again"
 
 Batching = Literal["steps", "requests", "none"]
-Costs = tuple[tuple[float, float], ...]
-"""Of each pass of an image: seconds that it takes alone, and the engine's seconds for it where many wait."""
+Costs = tuple[Cost, ...]
+"""Of each stage of an image."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,6 @@ class ImageEngine:
             on_demand=settings.compile_on_demand,
             memory=settings.memory,
             adapters=settings.adapters,
-            lanes=1 if alone else None,
             say=say,
             announce=self._announcer,
         )
@@ -184,6 +183,11 @@ class ImageEngine:
     def start(self) -> None:
         """Begin to load; ``state`` says when it is ready."""
         self._thread.start()
+
+    @property
+    def starting(self) -> str:
+        """See ``Engine``."""
+        return (self._announcer.progress or "loading") if self._state is State.STARTING else ""
 
     def models(self) -> Sequence[ModelCard]:
         """See ``Engine``."""
@@ -263,15 +267,14 @@ class ImageEngine:
     # Accepting, in the threads of those who ask.
 
     def _submit(self, job_request: JobRequest) -> Job:
-        check_ready(self.state)
+        check_ready(self.state, self._announcer.progress)
         if earlier := self._book.earlier(job_request):
             return earlier
-        served = self._models.named(job_request.model)
-        checked = served.check(job_request)
+        served, checked = self._models.check(job_request)
         with self._wake:  # what is refused is not recorded
             self._check_room(job_request, checked, self._costs(checked))
         job = checked.job(job_request, self._cancel)
-        of_model = () if checked.tiles else hints(reading(served.model, checked.words), checked.request)
+        of_model = () if checked.tiles else hints(reading(served.model, checked.beside.words), checked.request)
         job.hints = tuple(map(str, (*checked.hints, *of_model)))
         row = self._book.packed(job)
         with self._door:
@@ -292,20 +295,22 @@ class ImageEngine:
         return job
 
     def _costs(self, checked: Checked) -> Costs:
-        """The seconds of each pass of an image.
+        """The seconds of each stage of an image.
 
         Raises:
             Rejected: its programs are not ready; see ``ModelSet.expected``.
         """
-        alone = self._models.expected(checked)
-        costs = ((alone, self._models.cost(checked, alone)),)
-        if checked.second is None:
-            return costs
-        try:
-            return costs + self._costs(checked.second)
-        except Rejected as refused:
-            message = f"options.hires={checked.request.options.hires:g}: {refused.message}"
-            raise Rejected(refused.status, refused.code, message, param="options") from None
+        costs: Costs = ()
+        for stage in checked.stages:
+            try:
+                alone = self._models.expected(stage, of_tiles=checked.tiles is not None)
+            except Rejected as refused:
+                if not costs:
+                    raise
+                message = f"options.hires={checked.request.options.hires:g}: {refused.message}"
+                raise Rejected(refused.status, refused.code, message, param="options") from None
+            costs += ((alone, self._models.cost(stage, alone)),)
+        return costs
 
     def _add(self, job: Job, checked: Checked, costs: Costs) -> None:
         """Put the images of a job that are not done into the queue."""
@@ -314,8 +319,7 @@ class ImageEngine:
         self._suspects += [job] if job.attempts else []
         for picture in job.pictures:
             for item in [] if picture.status.over else checked.items(job, picture):
-                (item.expected, item.shared), *later = costs
-                item.later = later[0] if later else item.later
+                item.costs = costs
                 item.client = f"\0{job.id}" if job.attempts else item.client  # its images wait apart from others
                 item.deadline = arrived + PATIENCE * _alone(costs) * (len(items) + 1)
                 items.append(item)
@@ -423,10 +427,8 @@ class ImageEngine:
     def _resume(self, job: Job) -> None:
         """Go on with a job of a server that was killed."""
         try:
-            served = self._models.named(job.model)
             # With the seed that the API has answered, where the request named none.
-            request = replace(job.request, seed=job.pictures[0].seed)
-            checked = served.check(request)
+            _, checked = self._models.check(replace(job.request, model=job.model, seed=job.pictures[0].seed))
             costs = self._costs(checked)
         except Rejected as refused:
             self._book.hold(job, refused)
@@ -492,7 +494,7 @@ class ImageEngine:
     def _at_work(self) -> set[Job]:
         """The jobs that have images on the devices, between them or in the writer."""
         images = [item for items in self._items.values() for item in items]
-        return {item.job for item in images if item.picture.status is Status.RUNNING and not self._queue.waits(item)}
+        return {item.job for item in images if item.status is Status.RUNNING and not self._queue.waits(item)}
 
     def _turn(self) -> None:
         """Some rows of one batch, and what is finished decoded."""
@@ -573,9 +575,9 @@ class ImageEngine:
         """A waiting image begins."""
         self._queue.begin(item, time.monotonic())
         item.hold()
-        if item.shown.status is Status.QUEUED and not item.job.resumed:  # not for a second pass, or while nothing ran
+        if item.picture.status is Status.QUEUED and not item.job.resumed:  # not for a second pass, or while nothing ran
             self._metrics.waited(time.time() - item.job.created)
-        item.picture.status = item.shown.status = Status.RUNNING
+        item.status = item.picture.status = Status.RUNNING
         self._book.begins(item.job)
         if item.job.status is Status.QUEUED:
             item.job.ahead = 0
@@ -597,11 +599,11 @@ class ImageEngine:
 
     def _step(self, group: Group, served: ServedModel) -> None:
         seated, began = group.seated, time.perf_counter()
-        before = {id(item): item.picture.step for item in seated}
+        before = {id(item): item.row for item in seated}
         finished = self._on_devices(group, group.step)
         if finished is None:
             return
-        rows = max(item.picture.step - before[id(item)] for item in seated)
+        rows = max(item.row - before[id(item)] for item in seated)
         self._metrics.stepped(group.key.size, group.size, len(seated), rows, self._since(began))
         done, row = {id(item) for item, _ in finished}, group.timings.row
         slower = row[group.size] / row[min(row)]
@@ -622,8 +624,8 @@ class ImageEngine:
         try:
             latents = group.denoised(item)
             if item.decodes is None:
-                item.decodes = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
-            pixels = group.decode([latents], item.vae)[0] if item.decodes else None
+                item.decodes = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.costs[item.at][0]
+            pixels = group.decode([latents], item.beside.vae)[0] if item.decodes else None
         except Exception:  # the image itself may still succeed
             log.exception("a preview cannot be made")
         else:
@@ -637,10 +639,10 @@ class ImageEngine:
     def _decode(self) -> None:
         """The images that wait for it longest, as many as are decoded at once and the writer takes."""
         waiting = self._to_decode
-        key, vae = waiting[0][0].group, waiting[0][0].vae
+        key, vae = waiting[0][0].group, waiting[0][0].beside.vae
         group, served = self._models.group(key), self._models.named(key.model)
-        chosen = [entry for entry in waiting if (entry[0].group, entry[0].vae) == (key, vae)][
-            : min(group.decodes, self._writer.room)
+        chosen = [entry for entry in waiting if (entry[0].group, entry[0].beside.vae) == (key, vae)][
+            : min(group.alone, self._writer.room)
         ]
         began = time.perf_counter()
         try:
@@ -653,17 +655,17 @@ class ImageEngine:
         self._metrics.decoded(self._since(began))
         with self._wake:  # each is counted once
             for (item, latents), image in zip(chosen, pixels, strict=True):
-                if item.second is None:
-                    self._writer.image(served, item, image, latents)
-                else:
-                    self._enlarge(served, item, image, latents)
+                self._staged(served, item, image, latents)
             self._to_decode = [entry for entry in self._to_decode if not any(entry is other for other in chosen)]
 
-    def _enlarge(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
-        """An image has its first pass behind it: it waits for the second one."""
-        if item.picture.step in item.stops and not served.safety_checker:
+    def _staged(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
+        """An image has a stage behind it: it waits for the next one, or becomes a file."""
+        step = item.picture.step
+        if not item.advance(pixels, latents):
+            self._writer.image(served, item, pixels, latents)
+            return
+        if step in item.stops and not served.safety_checker:
             self._writer.preview(served, item, pixels, latents)
-        item.enlarge(pixels, latents)
         if not item.over:
             item.deadline = time.monotonic() + PATIENCE * item.left
             self._queue.add(item)
@@ -758,8 +760,9 @@ class ImageEngine:
         with self._wake:
             for ahead, item in enumerate(list(self._queue)):
                 job = item.job
-                if job.status is Status.QUEUED and item.picture.index == 0 and job.ahead != ahead:
-                    job.ahead, job.seconds_left = ahead, seconds + _seconds(self._items[job.id])
+                items = self._items[job.id]
+                if job.status is Status.QUEUED and item is items[0] and job.ahead != ahead:
+                    job.ahead, job.seconds_left = ahead, seconds + _seconds(items)
                     job.tell(Changed(Status.QUEUED))
                 seconds += item.cost
             self._book.forget()

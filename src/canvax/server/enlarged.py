@@ -12,7 +12,7 @@ from canvax.noise import NoiseKind
 from canvax.pipelines.request import Request
 from canvax.pipelines.upscale import Tiles, tiles_shown
 from canvax.server.images_in import MOST_PIXELS
-from canvax.server.jobs import JobRequest, Picture, invalid
+from canvax.server.jobs import JobRequest, invalid
 from canvax.types import HostArray
 
 MOST_TILES = 256
@@ -75,34 +75,23 @@ class Enlarged:
 
     Args:
         tiles: the image.
-        picture: what clients see of it.
-        request: that of any tile.
         previews: that are wanted on the way.
 
     Attributes:
-        picture: see there.
-        parts: the same of each tile.
         source: the image, enlarged.
     """
 
-    def __init__(self, tiles: Tiles, picture: Picture, request: Request, *, previews: int) -> None:
-        steps = picture.steps // len(tiles)
-        self.picture = picture
-        self.parts = [Picture(i, picture.seed, request.width, request.height, steps) for i in range(len(tiles))]
+    def __init__(self, tiles: Tiles, *, previews: int) -> None:
         self._tiles, self._previews, self.source = tiles, previews, tiles.large
         self._lock, self._added = threading.Lock(), 0
 
-    def count(self) -> None:
-        """Update what clients see."""
-        self.picture.step = sum(part.step for part in self.parts)
-
-    def add(self, part: Picture, pixels: HostArray) -> tuple[bool, int | None]:
+    def add(self, tile: int, pixels: HostArray) -> tuple[bool, int | None]:
         """Put in a tile [H, W, 3]. Whether it was the last, and the number of the preview that is due now."""
-        self._tiles.add(part.index, pixels)
+        self._tiles.add(tile, pixels)
         with self._lock:
             before, self._added = self._added, self._added + 1
-            due, had = (done * (self._previews + 1) // len(self.parts) for done in (self._added, before))
-            return self._added == len(self.parts), due - 1 if had < due <= self._previews else None
+            due, had = (done * (self._previews + 1) // len(self._tiles) for done in (self._added, before))
+            return self._added == len(self._tiles), due - 1 if had < due <= self._previews else None
 
     def pixels(self) -> HostArray:
         """The whole so far [H, W, 3] float32."""

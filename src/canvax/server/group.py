@@ -6,26 +6,21 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from canvax.compile.additions import ReadsReferences
 from canvax.compile.aot import BuildCallback, CacheEntry
-from canvax.compile.kinds import DENOISERS, Kinds, Ready
+from canvax.compile.kinds import DENOISERS, Ready
 from canvax.compile.programs import Programs
-from canvax.denoise import Known
 from canvax.engine.batch import Batch, ParkedImage, filled
-from canvax.engine.lanes import Lanes, side_by_side
 from canvax.families.base import Model
-from canvax.parallel.memory import free_bytes, program_bytes
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
-from canvax.pipelines.encoding import conditions_of
 from canvax.pipelines.prepare import prepare
-from canvax.server.control import Idle
-from canvax.server.policy import WORTH_IT, best_batch
+from canvax.server.policy import best_batch
 from canvax.server.work import GroupKey, Item
 from canvax.types import HostArray
 
@@ -58,7 +53,6 @@ class Timings:
         row: one row of the denoiser at each batch.
         encode: texts and images of one image.
         decode: one image.
-        left_out: as ``row``, for batches that nobody asked for, save no time and are not used.
         kept: whether they were measured at an earlier start.
         guessed: whether ``row`` is a guess, which the first measurement replaces.
     """
@@ -66,7 +60,6 @@ class Timings:
     row: dict[int, float] = field(default_factory=dict)
     encode: float = 0.0
     decode: float = 0.0
-    left_out: dict[int, float] = field(default_factory=dict)
     kept: bool = False
     guessed: bool = False
 
@@ -98,11 +91,10 @@ class Group:
         params: gives its parameters, which are on the devices while the group runs; with the vectors of the words
             and with the autoencoder that it is given.
         batches: images of one call of a denoiser; multiples of the mesh's ``data`` axis.
-        lanes: calls at the same time, at most (``canvax.engine.lanes``).
 
     Attributes:
         timings: what was measured.
-        batches: images at once, in one lane or in several.
+        batches: images at once.
         alone: images at once that one call encodes or decodes: one for each part of the mesh.
         used: when it last ran, on the engine's clock.
     """
@@ -114,27 +106,22 @@ class Group:
         programs: Programs,
         params: Callable[..., Params],
         batches: Sequence[int],
-        lanes: int = 1,
     ) -> None:
         self.key = key
         self.timings = Timings()
         self.used = 0.0
         self.alone = padded_batch(1, programs.mesh)
         self.batches = sorted({self.alone, *(padded_batch(batch, programs.mesh) for batch in batches)})
-        self._asked = tuple(self.batches)
         self._model, self._programs, self._params = model, programs, params
         self._ready: Ready | None = None
-        self._idle: Idle | None = None
         self._denoisers: dict[int, Ready] = {}
-        self._lanes, self._most_lanes = dict.fromkeys(self.batches, 1), lanes
-        self._batch: Lanes | None = None
+        self._batch: Batch | None = None
         self._seats: list[Item | None] = []
 
     def compile(self, params: Params, announce: BuildCallback | None = None) -> None:
         """Make all programs ready. May run in any thread; ``params`` may be shapes."""
         kinds, shape = self.key.kinds, self._latents(self.alone)
         self._ready = self._programs.ready(params, shape, kinds, announce)
-        self._idle = Idle(conditions_of(self._ready), self._programs.networks.controls)
         self._denoisers = {self.alone: _denoisers(self._ready)}
         for batch in self.batches[1:]:
             wanted = self._programs.wanted(params, self._latents(batch), kinds)
@@ -144,72 +131,41 @@ class Group:
     def programs(self) -> int:
         """How many programs ``compile`` makes."""
         kinds = self.key.kinds
-        shared = 1 + bool(kinds.decoder) + bool(kinds.image_encoder) + len(kinds.controls) + len(kinds.image_prompts)
+        shared = 1 + bool(kinds.decoder) + sum(len(add.names) for add in kinds.adds)
         return shared + len(kinds.guided) * len(self.batches)
 
     def measure(self, carry: ParkedImage) -> None:
-        """Time a row of each batch, in one lane and in more.
-
-        Batches that nobody asked for are forgotten where they are no faster than fewer images.
-        """
-        seen: dict[tuple[int, int], float] = {}
-        measured: dict[int, tuple[float, int]] = {}
+        """Time a row of each batch."""
         for _ in range(LOOKS):
-            measured, most = {}, self._most_lanes
-            for batch in self._asked:
-                lanes, before = 1, float("inf")
-                while lanes == 1 or (lanes <= most and self._has_room(batch, lanes)):
-                    images = batch * lanes
-                    seconds = seen[batch, lanes] = self._measured(images, lanes, carry, seen.get((batch, lanes)))
-                    if seconds / images > WORTH_IT * before:
-                        most = lanes // 2  # larger batches share the cores better
-                        break
-                    before = seconds / images
-                    measured[images] = min(measured.get(images, (seconds, lanes)), (seconds, lanes))
-                    lanes *= 2
-        self._use(measured)
-
-    def _use(self, measured: Mapping[int, tuple[float, int]]) -> None:
-        """Choose batches by the seconds of a row of so many images, and the lanes that these are of."""
-        row = {images: seconds for images, (seconds, _) in sorted(measured.items())}
-        useful = {best_batch(row, waiting) for waiting in range(1, max(row) + 1)}
-        self.batches = sorted({*self._asked, *useful})
-        self.timings.left_out = {images: seconds for images, seconds in row.items() if images not in self.batches}
-        self.timings.row = {images: row[images] for images in self.batches}
-        self._lanes = {images: measured[images][1] for images in self.batches}
+            for batch in self.batches:
+                self.timings.row[batch] = self._measured(batch, carry, self.timings.row.get(batch))
 
     def entry(self, params: Params) -> CacheEntry | None:
         """Where timings are stored between processes: beside the programs that they are of. None if these are not."""
-        alone, *others = (self._programs.wanted(params, self._latents(size), self.key.kinds) for size in self._asked)
+        alone, *others = (self._programs.wanted(params, self._latents(size), self.key.kinds) for size in self.batches)
         programs = [*alone.values(), *(program for wanted in others for program in _denoisers(wanted).values())]
-        return self._programs.entry(f"timings in {self._most_lanes} lanes", params, programs)
+        return self._programs.entry("timings", params, programs)
 
     def keep(self, entry: CacheEntry) -> None:
         """Store what was measured for the next process."""
         timings = self.timings
-        rows = [[images, seconds, self._lanes[images]] for images, seconds in timings.row.items()]
-        entry.keep(json.dumps({"rows": rows, "encode": timings.encode, "decode": timings.decode}).encode())
+        entry.keep(
+            json.dumps({"rows": [*timings.row.items()], "encode": timings.encode, "decode": timings.decode}).encode()
+        )
 
     def recall(self, entry: CacheEntry, carry: ParkedImage) -> bool:
         """Take what an earlier process has measured, and run each batch once; whether there was something."""
         if (kept := entry.read()) is None:
             return False
         kept = json.loads(kept)
-        self._use({images: (seconds, lanes) for images, seconds, lanes in kept["rows"]})
+        self.timings.row = dict(kept["rows"])
         self.timings.encode, self.timings.decode, self.timings.kept = kept["encode"], kept["decode"], True
         for images in self.batches:
             self._timed(images, carry, 1)  # the first call of a program is slower
         return True
 
-    def _has_room(self, batch: int, lanes: int) -> bool:
-        """Whether so many calls at a time fit into memory, as far as the device reports it."""
-        free = free_bytes(self._programs.mesh)
-        needed = max(program_bytes(compiled.executable) or 0 for compiled in self._denoisers[batch].values())
-        return free is None or lanes * needed <= free
-
-    def _measured(self, images: int, lanes: int, carry: ParkedImage, before: float | None) -> float:
-        """Seconds of a row of so many images in so many lanes; ``before``: what was measured so far."""
-        self._lanes[images] = lanes
+    def _measured(self, images: int, carry: ParkedImage, before: float | None) -> float:
+        """Seconds of a row of so many images; ``before``: what was measured so far."""
         if before is None:
             self._timed(images, carry, 1)  # the first call of a program is slower
             before = self._timed(images, carry, 1)
@@ -239,14 +195,12 @@ class Group:
         """Encode what an item was given; it can be seated then."""
         if item.carried is None:
             assert self._ready is not None
-            assert self._idle is not None
-            if item.shelf is not None:
-                item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
-            params = self._params(item.words, item.vae)
-            prepared = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
-            names = item.request.control.names if item.request.control else ()
-            carried = self._idle.beside(prepared.batch.carried()[0], names)
-            item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))
+            beside = item.beside
+            if beside.shelf is not None:
+                item.request = replace(item.request, beside=beside.shelf.shares(beside.adapters))
+            params = self._params(beside.words, beside.vae)
+            state, _ = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
+            item.carried = state.parked()[0]
         return item.carried
 
     @property
@@ -261,33 +215,26 @@ class Group:
 
     def summary(self) -> str:
         """For people: what was measured."""
-        rows, left_out = (
-            ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in row.items())
-            for row in (self.timings.row, self.timings.left_out)
-        )
+        rows = ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in self.timings.row.items())
         decode = f"decoding {1e3 * self.timings.decode:.0f} ms"
-        decode += f"; left out, since they save no time: {left_out}" if left_out else ""
         decode += ", as measured at an earlier start" if self.timings.kept else ""
         kinds = self.key.kinds
         text = self._programs.networks.text
         of = f", prompts of {text.room(kinds.lengths)} tokens" if kinds.lengths > text.shortest else ""
-        of += f", {len(kinds.references)} reference images" if kinds.references else ""
+        references = kinds.of(ReadsReferences)
+        of += f", {len(references.sizes)} reference images" if references else ""
         return f"{self.key.model} is warm at {self.key.size}{of}: a step of a batch of {rows}; {decode}"
 
     def scaled(self, key: GroupKey) -> Timings:
         """What another size of the model may take, with programs for single images alone."""
         times = key.height * key.width / (self.key.height * self.key.width)
         timings = self.timings
-        row = {
-            images: times * timings.row[images] for images, lanes in self._lanes.items() if images == self.alone * lanes
-        }
-        return Timings(row, timings.encode, times * timings.decode)
+        return Timings({self.alone: times * timings.row[self.alone]}, timings.encode, times * timings.decode)
 
     def assume(self, other: Group) -> None:
         """That it is as fast as another size, for its own, where nothing was measured."""
         self.timings = other.scaled(self.key)
-        self._lanes = {images: images // self.alone for images in self.timings.row}
-        self.batches = sorted(self._lanes)
+        self.batches = [self.alone]
 
     def batch_for(self, count: int) -> int:
         """The batch that gets so many images done soonest."""
@@ -334,8 +281,7 @@ class Group:
             if item is not None:
                 ran = max(ran, before[slot] - self._batch.left(slot))
                 item.row = len(item.table) - self._batch.left(slot)
-        full = len(self.seated) == len(self._seats) or self._lanes[len(self._seats)] == 1  # a lane without work is fast
-        if full and any(item.request.guided or item.request.embedded for item in self.seated):
+        if any(item.request.guided or item.request.embedded for item in self.seated):
             self.timings.learn_row(len(self._seats), took / ran)
         finished = [(item, self._batch.take(slot)) for slot, item in seats if item is not None and slot in done]
         for slot in done:
@@ -345,22 +291,15 @@ class Group:
     def denoised(self, item: Item) -> HostArray:
         """How the model sees an image that is in flight [h, w, C] float32."""
         assert self._batch is not None
-        return self._batch.denoised(self._seats.index(item))
+        assert self._batch.denoised is not None
+        return self._batch.unpacked(np.asarray(self._batch.denoised)[self._seats.index(item)])
 
-    @property
-    def decodes(self) -> int:
-        """Images at once."""
-        return self.alone * max(self._lanes.values())
-
-    def decode(self, latents: Sequence[HostArray], vae: str | None = None) -> list[HostArray]:
-        """Pixels [H, W, 3] float32 of at most ``decodes`` images; ``vae``: an autoencoder in place of the model's."""
-        params = self._params(vae=vae)
-        parts = [latents[first : first + self.alone] for first in range(0, len(latents), self.alone)]
-        began = time.perf_counter()
-        pixels = side_by_side([partial(self._decode, params, part) for part in parts])
-        if len(parts) == 1:
-            self.timings.learn_decode(time.perf_counter() - began)
-        return [image for part in pixels for image in part]
+    def decode(self, latents: Sequence[HostArray], vae: str | None = None) -> HostArray:
+        """Pixels [n, H, W, 3] float32 of at most ``alone`` images; ``vae``: an autoencoder in place of the model's."""
+        params, began = self._params(vae=vae), time.perf_counter()
+        pixels = self._decode(params, latents)
+        self.timings.learn_decode(time.perf_counter() - began)
+        return pixels
 
     def _decode(self, params: Params, latents: Sequence[HostArray]) -> HostArray:
         assert self._ready is not None
@@ -394,12 +333,9 @@ class Group:
         steps = [(item.picture.step, item.stops) for item in self.seated]
         return min([rows, *(row - step for step, stops in steps for row in stops if row > step)])
 
-    def _new_batch(self, images: int) -> Lanes:
+    def _new_batch(self, images: int) -> Batch:
         """An empty batch of so many images, for which there are programs."""
-        lanes = self._lanes[images]
-        shape, denoisers = self._latents(images // lanes), self._denoisers[images // lanes]
-        new = partial(Batch, denoisers, self._params(), self._programs.mesh, shape)
-        return Lanes([new() for _ in range(lanes)])
+        return Batch(self._denoisers[images], self._params(), self._programs.mesh, self._latents(images))
 
     def _leave(self, slot: int) -> None:
         assert self._batch is not None
@@ -413,13 +349,3 @@ class Group:
 def _denoisers(programs: Mapping[str, T]) -> dict[str, T]:
     """The denoisers among the programs of a run."""
     return {name: programs[name] for name in DENOISERS.values() if name in programs}
-
-
-def _with_known(flight: Any, kinds: Kinds) -> Any:
-    """With a mask by which all is generated, for an image that has none."""
-    if not kinds.known or flight.known is not None:
-        return flight
-    _, _, height, width, channels = flight.state.shape
-    empty = np.zeros((1, height, width, channels), np.float32)
-    whole = Known(np.ones_like(empty), empty, np.zeros(1, bool))
-    return flight._replace(known=whole)

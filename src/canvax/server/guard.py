@@ -76,14 +76,16 @@ class Rules:
         hosts: names that the server is called by; "*" for any.
         origins: other sites whose pages may ask.
         max_body: bytes of a body with images.
-        with_images: paths that may have one, by their beginnings.
+        with_images: whether bodies sent to a path may hold them.
+        prefixes: of paths that metrics count together.
     """
 
     keys: Keys | None
     hosts: tuple[str, ...]
     origins: tuple[str, ...]
     max_body: int
-    with_images: tuple[str, ...]
+    with_images: Callable[[str], bool]
+    prefixes: tuple[str, ...]
 
 
 class Guard:
@@ -144,7 +146,7 @@ class Guard:
             self._load.bytes -= limited.size
             seconds = time.perf_counter() - began
             status = _CLIENT_GONE if left else status or 500
-            self._metrics.request(scope["path"], status, seconds)
+            self._metrics.request(self._route(scope["path"]), status, seconds)
             if not self._as_before(scope["path"], status):
                 _write_log(scope, state, status, seconds)
 
@@ -193,7 +195,11 @@ class Guard:
             state["client"] = client
 
     def _limit(self, path: str) -> int:
-        return self._rules.max_body if path.startswith(self._rules.with_images) or path == "/" else LARGEST_QUESTION
+        return self._rules.max_body if self._rules.with_images(path) else LARGEST_QUESTION
+
+    def _route(self, path: str) -> str:
+        """What metrics call a path: clients' own words are not among its values."""
+        return path if path == "/" else next((name for name in self._rules.prefixes if path.startswith(name)), "other")
 
     def _preflight(self, scope: Scope, headers: Headers) -> Response | None:
         """What a browser asks first, for pages of sites that are allowed."""

@@ -19,16 +19,16 @@ from msgspec import Meta, Struct
 from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError
 from canvax.files import open_regular
 from canvax.images.formats import FORMATS
 from canvax.images.grid import make_sheet
 from canvax.images.metadata import canvax_metadata_in, prompt_of, save_numbered
-from canvax.server.answers import answering, decoding, json_answer, read_json
+from canvax.server.answers import decoding, json_answer, read_json
 from canvax.server.jobs import Rejected
 from canvax.server.jobs_api import as_job, error
+from canvax.server.paths import ApiPath, Operation
 
 PAGE = 60
 """Images of one answer."""
@@ -55,11 +55,7 @@ class NewSheet(Struct, forbid_unknown_fields=True):
     rows: Annotated[list[Label], Meta(max_length=MOST_CELLS)] = []
 
 
-BODIES = {"/api/images": NewSheet}
-"""What is sent where, for those who describe the API."""
-
-
-def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[BaseRoute]:
+def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[ApiPath]:
     """The routes under /api/images, and /api/left-out: files that cannot be used, with the reason and the cure."""
 
     async def unusable(_: Request) -> Response:
@@ -90,16 +86,26 @@ def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[Base
             raise Rejected(409, "not_moved", f"the file cannot be moved: {fault.strerror}") from None
         return json_answer({"name": name})
 
-    named = "/api/images/{name}"
-    endpoints = [
-        ("/api/images", images, "GET"),
-        ("/api/images", sheet, "POST"),
-        (named, image, "GET"),
-        (named, delete, "DELETE"),
-        (named, restore, "POST"),
-        ("/api/left-out", unusable, "GET"),
+    listed = "Images in the folder of `canvax ui`, 60 at a time, newest first; `after` is `next` of the answer before."
+    deleted = "Move it into the folder `deleted`. The answer has its `name` there."
+    restored = "Move it back, by its name in `deleted`. The answer has its `name` then."
+    without = "Files in the folder of models that cannot be used, with the reason and the cure."
+    return [
+        ApiPath(
+            "/api/images",
+            error,
+            GET=Operation(images, listed),
+            POST=Operation(sheet, (NewSheet.__doc__ or "").strip(), NewSheet),
+        ),
+        ApiPath(
+            "/api/images/{name}",
+            error,
+            GET=Operation(image, "One of these images."),
+            DELETE=Operation(delete, deleted),
+            POST=Operation(restore, restored),
+        ),
+        ApiPath("/api/left-out", error, GET=Operation(unusable, without)),
     ]
-    return [Route(path, answering(error, endpoint), methods=[method]) for path, endpoint, method in endpoints]
 
 
 def _position(after: str | None) -> tuple[int, str] | None:

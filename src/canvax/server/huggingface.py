@@ -8,10 +8,8 @@ from msgspec import Meta, Struct
 from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from canvax.server.answers import (
-    answering,
     asked,
     client_of,
     encoded,
@@ -26,6 +24,7 @@ from canvax.server.answers import (
 from canvax.server.fields import Scale, Seed, Side, Steps, Strength
 from canvax.server.images_in import colours, image_of_bytes, image_of_text
 from canvax.server.jobs import MEDIA_TYPES, Engine, Format, Job, JobRequest, Rejected, Status
+from canvax.server.paths import ApiPath, Operation
 
 _FORMATS: dict[str, Format] = {media_type: kind for kind, media_type in MEDIA_TYPES.items()}
 _JSON = "application/json"
@@ -67,11 +66,10 @@ class Body(Struct):
     parameters: Parameters | None = None
 
 
-BODIES = {"/models/{name}": Body, "/hf": Body, "/": Body}
-"""What is sent where, for those who describe the API."""
+PREFIXES = ("/models/", "/hf")
 
 
-def routes(engine: Engine) -> list[BaseRoute]:
+def routes(engine: Engine) -> list[ApiPath]:
     """The routes: /models/NAME for a model by its name, /hf and / for the default one."""
 
     async def generate(request: Request) -> Response:
@@ -88,8 +86,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
             raise failure(job)
         return await _answer(job, as_json=media_type == _JSON)
 
-    endpoint = answering(error, generate)
-    return [Route(path, endpoint, methods=["POST"]) for path in ("/models/{name:path}", "/hf/{name:path}", "/hf", "/")]
+    posted = Operation(generate, "A prompt, or an image as base64.", Body, images=True)
+    paths = ("/models/{name:path}", "/hf/{name:path}", "/hf", "/")
+    return [ApiPath(path, error, alias=path == paths[1], POST=posted) for path in paths]
 
 
 def error(refused: Rejected, request_id: str) -> Response:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from PIL import Image
 
+from canvax.call import HIRES_STRENGTHS
 from canvax.errors import shortened
 from canvax.images.inputs import fingerprint
 
@@ -411,11 +412,13 @@ class ModelCard:
         references: images that it can edit at once, at most; 0 if it does not edit.
         samplers: names of those that it can use; None for all.
         created: unix seconds.
-        sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
+        sha256: of its file; "" if it is a folder, or until it is computed.
         controls: the networks that read control images, in their order.
         ip_adapters: names of those that read image prompts, likewise.
         vae: the name of the autoencoder that stands in for the model's; "" for its own.
         vaes: names of those that a request may name, with the reason where one cannot be used, else "".
+        hires_strength: of a second pass over the enlarged image, by default.
+        file: its place in the folder of models; "" for a model from elsewhere.
     """
 
     id: str
@@ -432,7 +435,7 @@ class ModelCard:
     tasks: tuple[str, ...]
     examples: tuple[str, ...]
     created: int
-    sha256: str
+    sha256: str = ""
     controls: tuple[ControlCard, ...] = ()
     ip_adapters: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
@@ -446,6 +449,13 @@ class ModelCard:
     samplers: tuple[str, ...] | None = None
     vae: str = ""
     vaes: Mapping[str, str] = field(default_factory=dict)
+    hires_strength: float = HIRES_STRENGTHS["pixel"]
+    file: str = ""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of an image whose request names none."""
+        return self.native if self.any_size or self.native in self.sizes else self.sizes[0]
 
 
 @dataclass(frozen=True)
@@ -508,6 +518,11 @@ def check_ready(state: State, progress: str = "") -> None:
 
 class Engine(Protocol):
     """Whatever generates images: the thread that owns the devices, or a stand-in of the tests."""
+
+    @property
+    def starting(self) -> str:
+        """How far it is, where it accepts no job yet; else ""."""
+        ...
 
     def models(self) -> Sequence[ModelCard]:
         """The models, the default first.

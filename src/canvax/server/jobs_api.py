@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,20 +16,18 @@ from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 
+from canvax.call import OptionRecord
 from canvax.errors import InputError, nearest
-from canvax.images.infotext import embeddings_in, settings_left
 from canvax.images.keys import keys_of
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in, prompt_in
-from canvax.pipelines.again import lost_settings
+from canvax.pipelines.again import lost_settings, missing_embeddings, unknown_settings
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
-from canvax.samplers.specs import SAMPLERS
+from canvax.samplers import CURVES, SAMPLERS, curve_named, find
 from canvax.server.answers import (
-    answering,
     asked,
     cancelled,
     client_of,
@@ -63,8 +62,9 @@ from canvax.server.jobs import (
     Rejected,
     Stepped,
 )
+from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
-from canvax.weights.data_folder import embedding_files
+from canvax.settings import offered
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
@@ -130,11 +130,10 @@ class NewJob(Struct, forbid_unknown_fields=True):
 
 
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(NewJob)}
-BODIES = {"/api/jobs": NewJob}
-"""What is sent where, for those who describe the API."""
+PREFIXES = ("/api/",)
 
 
-def routes(engine: Engine) -> list[BaseRoute]:
+def routes(engine: Engine) -> list[ApiPath]:
     """The routes under /api."""
 
     async def models(_: Request) -> Response:
@@ -142,7 +141,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
         samplers = [
             {"name": spec.name, "label": spec.label, "when": spec.when} for spec in SAMPLERS if spec.name != INVERSE
         ]
-        return json_answer({"models": cards, "samplers": samplers})
+        curves = [{"name": curve.name, "label": curve.also[0], "when": curve.when} for curve in CURVES]
+        return json_answer({"models": cards, "samplers": samplers, "curves": curves, "starting": engine.starting})
 
     async def prompts(request: Request) -> Response:
         return json_answer({"prompts": model_named(engine, request.query_params.get("model")).prompts})
@@ -154,9 +154,10 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return json_answer({"adapters": listed, "embeddings": words})
 
     async def jobs(request: Request) -> Response:
-        if request.method != "POST":
-            found = await run_in_threadpool(engine.jobs, client_of(request))
-            return json_answer({"jobs": [job_json(job) for job in found]})
+        found = await run_in_threadpool(engine.jobs, client_of(request))
+        return json_answer({"jobs": [job_json(job) for job in found]})
+
+    async def new_job(request: Request) -> Response:
         body = await read_json(request, NewJob)
         job = await asked(request, engine, _ask, body, engine, client_of(request), once_of(request))
         job.look(COMES)
@@ -169,10 +170,11 @@ def routes(engine: Engine) -> list[BaseRoute]:
             raise Rejected(404, "job_not_found", message)
         return job
 
-    async def job_route(request: Request) -> Response:
-        job = job_of(request)
-        if request.method == "DELETE":
-            await cancelled(job)
+    async def one_job(request: Request) -> Response:
+        return json_answer(job_json(job_of(request)))
+
+    async def cancel(request: Request) -> Response:
+        await cancelled(job := job_of(request))
         return json_answer(job_json(job))
 
     async def image(request: Request) -> Response:
@@ -197,18 +199,23 @@ def routes(engine: Engine) -> list[BaseRoute]:
         data = await request.body()
         return Response(await decoding(_control_image, data, request.path_params["kind"]), media_type="image/png")
 
-    endpoints = [
-        ("/api/models", models, ["GET"]),
-        ("/api/prompts", prompts, ["GET"]),
-        ("/api/adapters", adapters, ["GET"]),
-        ("/api/jobs", jobs, ["GET", "POST"]),
-        ("/api/jobs/{name}", job_route, ["GET", "DELETE"]),
-        ("/api/jobs/{name}/images/{index}", image, ["GET"]),
-        ("/api/jobs/{name}/events", events, ["GET"]),
-        ("/api/inspect", inspect, ["POST"]),
-        ("/api/control/{kind}", control_image, ["POST"]),
+    how, mapped = "How an image was made.", "The control image that `control_from` makes of an image, as PNG."
+    return [
+        ApiPath(
+            "/api/jobs",
+            error,
+            POST=Operation(new_job, "Begin a job.", NewJob, images=True, status=202),
+            GET=Operation(jobs, "The client's jobs that are not over, oldest first."),
+        ),
+        ApiPath("/api/jobs/{name}", error, GET=Operation(one_job, "A job."), DELETE=Operation(cancel, "Cancel a job.")),
+        ApiPath("/api/jobs/{name}/events", error, GET=Operation(events, "Its events, as they happen.")),
+        ApiPath("/api/jobs/{name}/images/{index}", error, GET=Operation(image, "One of its images.")),
+        ApiPath("/api/inspect", error, POST=Operation(inspect, how, bytes, images=True)),
+        ApiPath("/api/control/{kind}", error, POST=Operation(control_image, mapped, bytes, images=True)),
+        ApiPath("/api/models", error, GET=Operation(models, "Models and samplers.")),
+        ApiPath("/api/prompts", error, GET=Operation(prompts, "All concepts that a small model knows.")),
+        ApiPath("/api/adapters", error, GET=Operation(adapters, "Adapters and embeddings of a model.")),
     ]
-    return [Route(path, answering(error, endpoint), methods=methods) for path, endpoint, methods in endpoints]
 
 
 def error(refused: Rejected, request_id: str) -> Response:
@@ -251,9 +258,9 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
-    names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
+    names = ("native", "size", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
-             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes")  # fmt: skip
+             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
@@ -461,17 +468,32 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
         fields["vae"] = public_names([vae])[0]
     options = fields.get("options")
     left_out = []
+    if curve := _curve_in(fields):  # as a setting of its own
+        fields["options"] = options = {**(options if isinstance(options, dict) else {}), "sigmas": curve}
     if isinstance(options, dict):
         left_out = [name for name in options if name in NOT_OFFERED]
-        fields["options"] = {name: value for name, value in options.items() if name not in (*left_out, *lost)}
+        fields["options"] = {
+            name: value
+            for name, value in options.items()
+            if name in offered(OptionRecord, "server") and name not in lost
+        }
     settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
     missing = [name for name in fields if name not in settings and fields[name] != {}]
     missing += [f"options.{name}" for name in left_out]
     missing += [key.argument for name, key in keys_of("images").items() if name in recorded]
-    missing += lost
-    missing += [f"embedding {name}" for name in embeddings_in(recorded) if name.lower() not in embedding_files()]
-    missing += [f"{name}: {value}" if value else name for name, value in settings_left(recorded).items()]
+    missing += [*lost, *missing_embeddings(recorded), *unknown_settings(recorded)]
     return {"settings": settings, "missing": missing}
+
+
+def _curve_in(fields: dict[str, Any]) -> str | None:
+    """Return the sigma curve that the options or the sampler's name have; the name loses it."""
+    sampler, options = fields.get("sampler"), fields.get("options")
+    named, curve = None, options.get("sigmas") if isinstance(options, dict) else None
+    with suppress(InputError):
+        if isinstance(sampler, str) and (named := find(sampler)[1].get("sigmas")):
+            fields["sampler"] = find(sampler)[0].name
+        return curve_named(curve) if isinstance(curve, str) else None if curve else named
+    return None
 
 
 def _fits(field: str, value: Any) -> bool:

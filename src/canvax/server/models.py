@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -20,10 +20,10 @@ import jax
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.engine.lanes import most_lanes
 from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.files import named_path
+from canvax.guidance import PROMPT, Perturbed, reads_negative
 from canvax.models.beside import ADAPTERS
 from canvax.models.clip import clip_configs, most_skipped
 from canvax.parallel.memory import free_bytes
@@ -39,18 +39,17 @@ from canvax.server.control import cards, publicly
 from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
+from canvax.server.hashes import compute_hash, known_hash
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
 from canvax.server.vae_cache import VaeCache
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, check, sample, usable_samplers
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, Stage, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
-from canvax.weights.data_folder import vae_files
+from canvax.weights.data_folder import data_folder, vae_files
 
 _KINDS = {
-    "method": "options.guidance_method",
-    "perturbs": "options.pag_scale",
-    "image_prompts": "several images in image_prompt for one adapter",
-    "references": "several reference images",
+    "ReadsImagePrompts": "several images in image_prompt for one adapter",
+    "ReadsReferences": "several reference images",
 }
 """What people call what decides programs."""
 
@@ -111,7 +110,6 @@ class ServedModel:
         name: what it is called in requests.
         load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
         adapters: that requests may name; None for none.
-        lanes: batches that are run at the same time, at most; None for as many as may be of use.
         weights: without, it is opened now and loaded when it is first asked for.
         vaes: files of autoencoders that requests may name, by name.
 
@@ -122,6 +120,7 @@ class ServedModel:
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
+        sha256: of its file; "" if it is a folder, or until it is computed.
         safety_checker: looks at finished images, which have no previews then.
         on_request: whether it was opened without weights, and has no programs before somebody asks for it.
         used: when it was last run, on the engine's clock.
@@ -135,7 +134,6 @@ class ServedModel:
         name: str,
         load: Callable[..., Loaded],
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         *,
         weights: bool = True,
         vaes: Mapping[str, Path] = MappingProxyType({}),
@@ -146,8 +144,10 @@ class ServedModel:
         self._load = load
         began = time.perf_counter()
         loaded = load(name) if weights else load(name, weights=False)
-        files = dataclasses.replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
-        self.model, self.programs = dataclasses.replace(loaded.model, files=files), loaded.programs
+        files = replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
+        self.model, self.programs = replace(loaded.model, files=files), loaded.programs
+        path = self.model.files.path
+        self.sha256 = known_hash(path) if path.is_file() else ""
         self._waiting: frozenset[str] = frozenset()
         self.params = self._as_served(loaded.params) if weights else None
         self.safety_checker = loaded.safety_checker
@@ -155,7 +155,6 @@ class ServedModel:
         self.colours = Colours(self.model.vae.latent_channels)
         if is_spread(self.programs.mesh):
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
-        self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
         self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
         self.vaes = VaeCache(self.model, self.programs.mesh, vaes)
@@ -229,8 +228,7 @@ class ServedModel:
             Rejected: naming the field and the cure.
         """
         vae = self.vaes.find(job_request.vae) if job_request.vae else None
-        checked = check(job_request, self.name, self.model, self.shelf, self.embeddings)
-        return checked._replace(vae=vae)
+        return check(job_request, self.name, self.model, self.shelf, self.embeddings, vae)
 
     def loaded_params(self, words: Words = (), vae: str | None = None) -> Params:
         """Its weights, which are there, with the vectors of these words and another autoencoder; with either in the
@@ -256,7 +254,7 @@ class ServedModel:
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
-        group = Group(key, self.model, self.programs, self.loaded_params, batches, self._lanes)
+        group = Group(key, self.model, self.programs, self.loaded_params, batches)
         if isinstance(announce, Announcer):
             announce.expect(group.programs)
         group.compile(self._shapes, announce)
@@ -290,38 +288,53 @@ class ServedModel:
         if finished:
             self.colours.learn(latents, pixels)
 
-    def refusal(self, wanted: GroupKey, warm: Sequence[Warm]) -> Rejected:
-        """Why there are no programs for a key, and what to ask for in its place."""
+    def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
+        """Why there are no programs for a key, and what to ask for in its place; ``of_tiles``: of an upscaled image."""
         keys = list(self.groups)
         usual = next((key.kinds for key in keys if key.size == wanted.size), None)
+        if usual is None and of_tiles:
+            message = (
+                f"upscale: its tiles have {wanted.size} pixels, and this server has no programs for that; "
+                f"start the server with --warm {wanted.size} as well, or with --compile-on-demand"
+            )
+            return Rejected(400, "size_not_ready", message, param="upscale")
         if usual is None:
             sizes = sorted(
                 {key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)}
             )
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
-        differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
+        changed = {*wanted.kinds.adds} ^ {*usual.adds}
+        differs = [name for name in Kinds._fields[:-1] if getattr(wanted.kinds, name) != getattr(usual, name)]
+        differs += sorted({type(add).__name__ for add in changed})
         if differs == ["lengths"]:
             room = self.model.text.room(max(key.kinds.lengths for key in keys))
             message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
             return Rejected(400, "prompt_too_long", message, param="prompt")
-        if "parts" in differs:
+        rule = wanted.kinds.guidance
+        if reads_negative(rule) and rule != usual.guidance:
             why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"
-            if wanted.kinds.parts > 1:
+            if rule.samples.count(PROMPT) > 1:
                 why, cure = "prompts joined by AND", "send one of them"
             message = f"prompt: {why}, and this server has no programs for that; {cure}"
             return Rejected(400, "not_compiled", message, param="prompt")
-        named = " and ".join(_KINDS.get(name, name) for name in differs)
+        pag = "options.pag_scale" if isinstance(rule, Perturbed) else "options.guidance_method"
+        named = " and ".join({**_KINDS, "guidance": pag}.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out, or {_ON_DEMAND}"
-        param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
+        param = {"ReadsImagePrompts": "image_prompt", "ReadsReferences": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
+
+    @property
+    def file(self) -> str:
+        """Its place in the folder of models; "" for a model from elsewhere."""
+        path, folder = self.model.files.path, data_folder()
+        return path.relative_to(folder).as_posix() if folder and path.is_relative_to(folder) else ""
 
     def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:
         """What clients see of it; ``references``: of a request that edits, at most."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
         networks, edits = model.networks, model.networks.denoiser.facts.edits
-        config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
         controls, ip_adapters = cards(model)
@@ -341,7 +354,8 @@ class ServedModel:
             tasks=(*tasks[model.family.is_refiner :], *(["editing"] if edits else [])),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
-            sha256=hashlib.sha256(config.encode()).hexdigest(),
+            sha256=self.sha256,
+            file=self.file,
             controls=controls,
             ip_adapters=ip_adapters,
             prompts=tuple(concepts),
@@ -355,6 +369,7 @@ class ServedModel:
             samplers=usable_samplers(model, *sizes[0]),
             vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
             vaes=self.vaes.names,
+            hires_strength=model.defaults.hires_strength,
         )
 
 
@@ -379,7 +394,7 @@ def model_names(models: Sequence[str]) -> dict[str, str]:
         else:
             name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
         if name in names:
-            raise InputError("models", text, f"would be a second {name!r}", f"name it: {name}-2={model}")
+            raise InputError("models", f"would be a second {name!r}", cure=f"name it: {name}-2={model}", value=text)
         names[name] = model
     return names
 
@@ -446,7 +461,6 @@ class ModelSet:
         on_demand: whether what is not ready is compiled when somebody asks for it.
         memory: bytes of weights on each device; None for what is free.
         adapters: that requests may name.
-        lanes: as in ``ServedModel``.
         say: called with what is done.
         announce: called for programs that are compiled.
 
@@ -466,31 +480,44 @@ class ModelSet:
         memory: int | None,
         on_request: Sequence[str] = (),
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
+        self._lock = threading.Lock()
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
         self._references = references
-        self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
+        self._adapters, self._on_request = adapters, on_request
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, ServedModel] = {}
         self._kept: set[GroupKey] = set()
         self._settled = 0.0
 
     def begin(self) -> None:
-        """Load all, and make their programs ready."""
+        """Load all, and make their programs ready. Where models are on request, clients see all of them before that."""
         vaes = vae_files()
+        for name in (*self._names, *self._on_request) if self._on_request else ():
+            try:
+                served = ServedModel(name, self._load, self._adapters, weights=False, vaes=vaes)
+                served.on_request = name in self._on_request
+                self._served[name] = served
+            except CanvaxError as error:
+                if name in self._names:
+                    raise
+                self._say(f"{name} is left out: {error}")
+        self._show_cards()
         for name in self._names:
-            self._say(f"reading {name}")
-            self._make_room(None)
-            served = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
+            if (opened := self._served.get(name)) is None:
+                self._say(f"reading {name}")
+                self._make_room(None)
+                opened = ServedModel(name, self._load, self._adapters, vaes=vaes)
+            served = self._served[name] = opened
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
                 )
-            self._served[name] = served
+            if not served.loaded:
+                self._load_again(served)
             if served.shelf:
                 self._say(served.shelf.summary())
             for line in served.embeddings.summary().splitlines():
@@ -507,16 +534,33 @@ class ModelSet:
                     self.add(group)
                     self._kept.add(group.key)
                     self._say(group.summary())
-        for name in self._on_request:
-            try:
-                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
-                self._served[name] = served
-            except CanvaxError as error:
-                self._say(f"{name} is left out: {error}")
+        self._show_cards()
+
+    def _show_cards(self) -> None:
         most = MOST_REFERENCES if self._on_demand else self._references
         self.cards = [
             served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
         ]
+        for name in self._names:
+            self._hash(self._served[name])
+
+    def card(self, name: str) -> ModelCard:
+        """Return what clients see of a model."""
+        return next(card for card in self.cards if card.id == name)
+
+    def check(self, job_request: JobRequest) -> tuple[ServedModel, Checked]:
+        """Return the model of a request, and what it is asked for. Sides that it leaves out are those of the card.
+
+        Raises:
+            Rejected: naming the field and the cure.
+        """
+        served = self.named(job_request.model)
+        # An image decides the size itself, unless a part of it is drawn anew.
+        if "padding_mask_crop" in job_request.options or not (job_request.image or job_request.control):
+            width, height = self.card(served.name).size
+            sides = {"width": job_request.width or width, "height": job_request.height or height}
+            job_request = replace(job_request, **sides)
+        return served, served.check(job_request)
 
     def named(self, name: str | None) -> ServedModel:
         """The model of a name, or the default.
@@ -541,34 +585,34 @@ class ModelSet:
             key: None if served.loaded else self._settled for served in self._served.values() for key in served.groups
         }
 
-    def expected(self, checked: Checked) -> float:
-        """Seconds of one image alone.
+    def expected(self, stage: Stage, *, of_tiles: bool = False) -> float:
+        """Return the seconds of a stage of one image alone; ``of_tiles``: the stages draw tiles of a larger image.
 
         Raises:
             Rejected: its programs are not ready, and they are not compiled on demand or the size is too large for that;
                 or the model could not be loaded lately.
         """
-        key, served = checked.group, self._served[checked.group.model]
+        key, served = stage.group, self._served[stage.group.model]
         if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
             raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
-            return load + group.timings.image(checked.rows)
+            return load + group.timings.image(stage.rows)
         warm = {size for size, _ in served.sizes(self._warm)}
         if not self._on_demand and not (served.on_request and (key.width, key.height) in warm):
-            raise served.refusal(key, self._warm)
+            raise served.refusal(key, self._warm, of_tiles=of_tiles)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
             message = (
                 f"{key.size} has more pixels than the {most} that this server compiles programs for; ask for fewer"
             )
             raise Rejected(400, "size_not_ready", message, param="width")
-        return load + next((group.scaled(key).image(checked.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
+        return load + next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
 
-    def cost(self, checked: Checked, alone: float) -> float:
+    def cost(self, stage: Stage, alone: float) -> float:
         """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
-        group = self._served[checked.group.model].groups.get(checked.group)
-        return alone if group is None else min(alone, group.timings.shared(checked.rows))
+        group = self._served[stage.group.model].groups.get(stage.group)
+        return alone if group is None else min(alone, group.timings.shared(stage.rows))
 
     def put_on(self, key: GroupKey) -> ServedModel:
         """The model, with its weights on the devices.
@@ -582,6 +626,20 @@ class ModelSet:
         served.used = time.monotonic()
         return served
 
+    def _hash(self, served: ServedModel) -> None:
+        """Put the hash of a model's file on its card, in a thread of its own: files are large."""
+        path = served.model.files.path
+
+        def compute() -> None:
+            with suppress(OSError):
+                served.sha256 = digest = compute_hash(path)
+                with self._lock:
+                    cards = self.cards
+                    self.cards = [replace(card, sha256=digest) if card.id == served.name else card for card in cards]
+
+        if path.is_file() and not served.sha256:
+            threading.Thread(target=compute, name="canvax hash", daemon=True).start()
+
     def _load_again(self, served: ServedModel) -> None:
         began = time.monotonic()
         try:
@@ -594,6 +652,7 @@ class ModelSet:
             served.retry = time.monotonic() + min(first * 2**served.failed, most)
             served.failed += 1
             raise
+        self._hash(served)
         now = time.monotonic()
         served.load_seconds, served.failed = now - began, 0
         self._settled = now + PATIENCE * served.load_seconds  # so that loading takes a quarter of the time at most

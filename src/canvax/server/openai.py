@@ -18,12 +18,10 @@ from msgspec import Meta, Struct
 from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from canvax.pipelines.references import MOST
 from canvax.server.answers import (
     EventStream,
-    answering,
     client_of,
     data_url,
     decoding,
@@ -58,6 +56,7 @@ from canvax.server.jobs import (
     Rejected,
     Status,
 )
+from canvax.server.paths import ApiPath, Operation
 
 _OPENAI_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), (1024, 1792), (1792, 1024)}
 """What clients ask for that know OpenAI's models alone; they mean no more by it than the proportions."""
@@ -102,16 +101,16 @@ class Generation(Struct):
     adapters: Annotated[dict[str, float | dict[str, float]], Meta(max_length=16)] | None = None
 
 
-BODIES = {"/v1/images/generations": Generation, "/v1/images/edits": Generation}
-"""What is sent where, for those who describe the API."""
+PREFIXES = ("/v1/", "/images/", "/openai/")
 
 
-def routes(engine: Engine) -> list[BaseRoute]:
+def routes(engine: Engine) -> list[ApiPath]:
     """The routes, with /v1, without, and under the names of deployments."""
 
+    async def sign_of_life(_: Request) -> Response:  # for SillyTavern; no word on other origins
+        return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
+
     async def generate(request: Request) -> Response:
-        if request.method == "OPTIONS":  # the sign of life that SillyTavern asks for; no word on other origins
-            return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
         body = await read_json(request, Generation)
         if body.strength is not None:
             message = f"strength={body.strength!r} without an image: images are sent to /v1/images/edits"
@@ -144,19 +143,24 @@ def routes(engine: Engine) -> list[BaseRoute]:
         message = f"the model {name!r:.200} is not served here; ask for {known}"
         raise Rejected(404, "model_not_found", message, param="model")
 
-    all_routes: list[BaseRoute] = []
-    for prefix in _PREFIXES:
-        all_routes += [
-            Route(f"{prefix}/images/generations", answering(error, generate), methods=["POST", "OPTIONS"]),
-            Route(f"{prefix}/images/edits", answering(error, edit), methods=["POST"]),
-            Route(f"{prefix}/images/variations", answering(error, vary), methods=["POST"]),
-        ]
-    for prefix in _PREFIXES[:2]:
-        all_routes += [
-            Route(f"{prefix}/models", answering(error, models), methods=["GET"]),
-            Route(f"{prefix}/models/{{name:path}}", answering(error, model), methods=["GET"]),
-        ]
-    return all_routes
+    ask, read = "as OpenAI's clients ask.", "as OpenAI's clients read"
+    edits = Operation(edit, f"Images of a prompt and an image, {ask}", Generation, images=True, form=True)
+    paths = {
+        "/images/generations": {
+            "POST": Operation(generate, f"Images of a prompt, {ask}", Generation),
+            "OPTIONS": Operation(sign_of_life),
+        },
+        "/images/edits": {"POST": edits},
+        "/images/variations": {"POST": Operation(vary)},
+        "/models": {"GET": Operation(models, f"Models, {read} them.")},
+        "/models/{name:path}": {"GET": Operation(model, f"A model, {read} it.")},
+    }
+    return [
+        ApiPath(prefix + path, error, alias=prefix != _PREFIXES[0], **operations)
+        for prefix in _PREFIXES
+        for path, operations in paths.items()
+        if path.startswith("/images/") or prefix in _PREFIXES[:2]
+    ]
 
 
 def error(refused: Rejected, request_id: str) -> Response:

@@ -56,6 +56,11 @@ class Rated:
     def __init__(self, engine: Engine, rates: Rates) -> None:
         self._engine, self._rates = engine, rates
 
+    @property
+    def starting(self) -> str:
+        """See ``Engine``."""
+        return self._engine.starting
+
     def models(self) -> Sequence[ModelCard]:
         """See ``Engine``."""
         return self._engine.models()

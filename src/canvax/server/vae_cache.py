@@ -100,7 +100,7 @@ class VaeCache:
                     finite=(_PART,),
                 )
             except (CanvaxError, OSError) as fault:
-                raise InputError(_PART, name, f"cannot be read: {fault}", "name another") from None
+                raise InputError(_PART, f"cannot be read: {fault}", cure="name another", value=name) from None
             self._held[name] = loaded[_PART]
         self._held.move_to_end(name)
         return self._held[name]

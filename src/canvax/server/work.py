@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from PIL import Image, ImageOps
 
+from canvax.compile.additions import Keeps, ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import ParkedImage
 from canvax.engine.segments import guided_rows
-from canvax.errors import NO_VALUE, HintWarning, InputError, nearest
+from canvax.errors import HintWarning, InputError, nearest
 from canvax.families.base import Model
+from canvax.guidance import reads_negative
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.generate import enlarged, larger_side, metadata, sampler_table, second_pass, work
@@ -34,7 +36,7 @@ from canvax.server.control import check_has_networks, examples, prompts_of, publ
 from canvax.server.embedding_cache import EmbeddingCache, Words, reading
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.images_in import MOST_PIXELS
-from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Stepped, invalid
+from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Status, Stepped, invalid
 from canvax.settings import aliases, declared
 from canvax.types import HostArray
 
@@ -83,60 +85,111 @@ class GroupKey(NamedTuple):
         return f"{self.width}x{self.height}"
 
 
-@dataclass(eq=False)
-class Item:
-    """One image of a job.
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A run of the network on the way to an image.
 
     Attributes:
-        job: whose it is.
-        picture: what the job tells of it.
-        request: a call of this image alone.
+        request: a call for images of this run.
         table: of its sampler.
         group: what it can be batched with.
-        client: whose it is.
-        deadline: on the engine's clock.
-        expected: seconds that it takes alone.
-        shared: the engine's seconds for it where many wait.
-        previews: steps of its picture after which a preview is wanted, if anybody looks.
-        decodes: whether they are decoded; decided at the first, so that all of an image are of one kind.
-        turn: see ``canvax.server.policy.Work``.
-        carried: where it stands, while it has no slot; None before it is encoded.
-        faults: of the devices, that it met.
-        whole: what it is a tile of; None where it is an image by itself. ``picture`` is its own then, not the job's.
-        adapters: beside the model's weights, for this image.
+        then: completes the request of the next stage with the pixels [H, W, 3] and latents [h, w, C] of this one; None
+            in the last stage.
+    """
+
+    request: Request
+    table: SamplerTable
+    group: GroupKey
+    then: Callable[[Request, HostArray, HostArray], Request] | None = None
+
+    @property
+    def rows(self) -> float:
+        """Of its table, where one without guidance counts half, but not in a model whose guidance scale is an input."""
+        if self.request.embedded:
+            return float(len(self.table))
+        return float(guided_rows(self.table, guided=self.request.guided).mean() + 1) / 2 * len(self.table)
+
+
+class Beside(NamedTuple):
+    """What an image has beside the model's weights, or in their place.
+
+    Attributes:
+        adapters: for this image.
         shelf: that these are from; None where the server has none.
         words: the textual inversions that its prompts name.
         vae: the autoencoder in place of the model's; None for that.
-        second: the pass at a larger size that comes after this one; None where there is none.
-        later: as ``expected`` and ``shared``, of that pass.
-        before: rows of the pass before this one.
-        recorded: what its metadata says, where that is the request of the pass before.
+    """
+
+    adapters: Wanted = MappingProxyType({})
+    shelf: AdapterCache | None = None
+    words: Words = ()
+    vae: str | None = None
+
+
+Cost = tuple[float, float]
+"""Of a stage: seconds that an image takes alone, and the engine's seconds for it where many wait."""
+
+
+@dataclass(eq=False)
+class Item:
+    """An image of a job, or a tile of one.
+
+    Attributes:
+        job: whose it is.
+        picture: what the job tells of the image.
+        stages: its runs, with requests of this image alone.
+        client: whose it is.
+        beside: what it has beside the model's weights.
+        costs: of each stage.
+        at: which stage it is in.
+        status: how far it is.
+        deadline: on the engine's clock.
+        previews: steps of its picture after which a preview is wanted, if anybody looks.
+        decodes: whether they are decoded; decided at the first of a stage, so that all of it are of one kind.
+        turn: see ``canvax.server.policy.Work``.
+        carried: where it stands, while it has no slot; None before it is encoded.
+        faults: of the devices, that it met.
+        whole: what it is a tile of; None where it is an image by itself.
+        tile: which.
     """
 
     job: Job
     picture: Picture
-    request: Request
-    table: SamplerTable
-    group: GroupKey
+    stages: list[Stage]
     client: str
+    beside: Beside
+    costs: Sequence[Cost] = ((0.0, 0.0),)
+    at: int = 0
+    status: Status = Status.QUEUED
     deadline: float = 0.0
-    expected: float = 0.0
-    shared: float = 0.0
     previews: tuple[int, ...] = ()
     decodes: bool | None = None
     turn: float | None = None
     carried: ParkedImage | None = None
     faults: int = 0
     whole: Enlarged | None = None
-    adapters: Wanted = field(default_factory=dict)
-    shelf: AdapterCache | None = None
-    words: Words = ()
-    vae: str | None = None
-    second: Checked | None = None
-    later: tuple[float, float] = (0.0, 0.0)
-    before: int = 0
-    recorded: Request | None = None
+    tile: int = 0
+    _row: int = 0
     _holds: bool = False
+
+    @property
+    def request(self) -> Request:
+        """Of its stage."""
+        return self.stages[self.at].request
+
+    @request.setter
+    def request(self, request: Request) -> None:
+        self.stages[self.at] = replace(self.stages[self.at], request=request)
+
+    @property
+    def table(self) -> SamplerTable:
+        """Of its stage."""
+        return self.stages[self.at].table
+
+    @property
+    def group(self) -> GroupKey:
+        """Of its stage."""
+        return self.stages[self.at].group
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -145,20 +198,20 @@ class Item:
 
     def hold(self) -> None:
         """It begins: its adapters stay in their places."""
-        if self.shelf is not None and not self._holds:
+        if self.beside.shelf is not None and not self._holds:
             self._holds = True
-            self.shelf.slots.pin(self.adapters)
+            self.beside.shelf.slots.pin(self.beside.adapters)
 
     def let_go(self) -> None:
         """It is over."""
-        if self.shelf is not None and self._holds:
+        if self.beside.shelf is not None and self._holds:
             self._holds = False
-            self.shelf.slots.unpin(self.adapters)
+            self.beside.shelf.slots.unpin(self.beside.adapters)
 
     @property
     def adapted(self) -> bool:
         """See ``canvax.server.policy.Work``."""
-        return bool(self.adapters)
+        return bool(self.beside.adapters)
 
     def encoded(self) -> None:
         """Its images have been read: those that its end does not need are let go."""
@@ -176,75 +229,66 @@ class Item:
             self.request, init_images=init, control=control, image_prompts=prompts, references=references
         )
 
-    def enlarge(self, pixels: HostArray, latents: HostArray) -> None:
-        """Its pass is over, with pixels [H, W, 3] and latents [h, w, C]: it becomes the second one."""
-        assert self.second is not None
-        self.recorded, self.request = self.request, self.larger(self.second.request, pixels, latents)
-        self.before, self.table, self.group = len(self.table), self.second.table, self.second.group
-        self.expected, self.shared = self.later
-        self.second, self.later, self.carried, self.decodes = None, (0.0, 0.0), None, None
-
-    def larger(self, request: Request, pixels: HostArray, latents: HostArray) -> Request:
-        """``request`` from its image."""
-        return enlarged(replace(request, seeds=self.request.seeds), pixels[None], latents[None])
+    def advance(self, pixels: HostArray, latents: HostArray) -> bool:
+        """Go to the next stage from pixels [H, W, 3] and latents [h, w, C]; False where this one was the last."""
+        if (then := self.stages[self.at].then) is None:
+            return False
+        self.at, self._row, self.carried, self.decodes = self.at + 1, 0, None, None
+        self.request = then(self.request, pixels, latents)
+        return True
 
     def inputs(self) -> Iterator[Image.Image]:
         """The decoded images that it holds."""
-        yield from inputs_of(self.request)
-        if self.second:
-            yield from inputs_of(self.second.request)
+        for stage in self.stages[self.at :]:
+            yield from inputs_of(stage.request)
         if self.whole:
             yield self.whole.source
 
     @property
     def left(self) -> float:
-        """Seconds that it still needs."""
-        return self.expected * self._undone
+        """Seconds that it still needs for its stage."""
+        return self.costs[self.at][0] * self._undone
 
     @property
     def cost(self) -> float:
         """The engine's seconds that it still costs where many wait."""
-        return self.shared * self._undone + self.later[1]
+        return self.costs[self.at][1] * self._undone + sum(shared for _, shared in self.costs[self.at + 1 :])
 
     @property
     def _undone(self) -> float:
-        return 1 - self.row / max(1, len(self.table))
+        return 1 - self._row / max(1, len(self.table))
 
     @property
     def row(self) -> int:
         """Rows of its table that are done."""
-        return self.picture.step - self.before
+        return self._row
 
     @row.setter
     def row(self, row: int) -> None:
-        self.picture.step = self.before + row
+        self.picture.step += row - self._row  # of which there may be other stages and other tiles
+        self._row = row
 
     @property
     def over(self) -> bool:
         """Whether it is done, failed or not wanted any more."""
-        return self.picture.status.over or self.job.status.over
-
-    @property
-    def shown(self) -> Picture:
-        """What the job tells: of the whole where this is a tile."""
-        return self.whole.picture if self.whole else self.picture
+        return self.status.over or self.picture.status.over or self.job.status.over
 
     def progress(self, slower: float = 1.0) -> Stepped:
         """How far it is, in the job's words; ``slower``: how many times longer a step of its batch takes than alone."""
-        left = self.left * slower + self.later[0]
+        picture = self.picture
+        left = self.left * slower + sum(alone for alone, _ in self.costs[self.at + 1 :])
         if self.whole:
-            self.whole.count()
-            left = self.shared * sum(1 - part.step / part.steps for part in self.whole.parts)
-        return Stepped(self.shown.index, self.shown.step, self.shown.steps, left)
+            left = self.costs[self.at][1] * (picture.steps - picture.step) / len(self.table)
+        return Stepped(picture.index, picture.step, picture.steps, left)
 
     def metadata(self, model: Model) -> dict[str, Any]:
-        """What generates it again."""
-        fields: dict[str, Any] = publicly(metadata(model, self.recorded or self.request)[0]) | {"model": self.job.model}
-        if self.words:
+        """What generates it again: the request of its first stage."""
+        fields: dict[str, Any] = publicly(metadata(model, self.stages[0].request)[0]) | {"model": self.job.model}
+        if self.beside.words:
             loaded: dict[str, Any] = fields.get("embeddings", {})
-            fields["embeddings"] = loaded | {word.name: word.record for word in self.words}
-        if self.vae:
-            fields["vae"] = self.vae
+            fields["embeddings"] = loaded | {word.name: word.record for word in self.beside.words}
+        if self.beside.vae:
+            fields["vae"] = self.beside.vae
         return self.whole.metadata(fields) if self.whole else fields
 
 
@@ -270,7 +314,7 @@ def may_begin(items: Iterable[Item]) -> list[Item]:
     """The images for whose adapters there are places. Where one has to wait, so do later ones with adapters."""
     ready, full = list[Item](), set[AdapterCache | None]()
     for item in items:
-        shelf, adapters = item.shelf, item.adapters
+        shelf, adapters = item.beside.shelf, item.beside.adapters
         if shelf is None or not adapters or (shelf not in full and shelf.slots.fit(adapters)):
             ready.append(item)
         else:
@@ -279,23 +323,26 @@ def may_begin(items: Iterable[Item]) -> list[Item]:
 
 
 class Checked(NamedTuple):
-    """An ask that can be carried out.
+    """An ask that can be carried out: the stages of each of its images, or of each tile.
 
-    ``second``: with another pass, at a larger size; ``words``: the textual inversions that its prompts name; ``hints``:
-    what is said of those that they name in vain; ``vae``: the autoencoder in place of the model's.
+    ``hints``: what is said of textual inversions that its prompts name in vain.
     """
 
-    request: Request
-    table: SamplerTable
-    group: GroupKey
+    stages: tuple[Stage, ...]
     seeds: list[int]
     tiles: Tiles | None = None
-    adapters: Wanted = MappingProxyType({})
-    shelf: AdapterCache | None = None
-    second: Checked | None = None
-    words: Words = ()
+    beside: Beside = Beside()
     hints: tuple[HintWarning, ...] = ()
-    vae: str | None = None
+
+    @property
+    def request(self) -> Request:
+        """Of the first stage."""
+        return self.stages[0].request
+
+    @property
+    def group(self) -> GroupKey:
+        """Of the first stage."""
+        return self.stages[0].group
 
     @property
     def images(self) -> int:
@@ -308,18 +355,10 @@ class Checked(NamedTuple):
         size = byte_size(inputs_of(self.request))
         return size * len(self.tiles) + byte_size([self.tiles.large]) if self.tiles else size
 
-    @property
-    def rows(self) -> float:
-        """Of its table, where one without guidance counts half, but not in a model whose guidance scale is an input."""
-        if self.request.embedded:
-            return float(len(self.table))
-        return float(guided_rows(self.table, guided=self.request.guided).mean() + 1) / 2 * len(self.table)
-
     def pictures(self) -> list[Picture]:
         """Of a job."""
-        whole, steps = self.tiles or self.request, len(self.table) * (len(self.tiles) if self.tiles else 1)
-        if self.second:
-            whole, steps = self.second.request, steps + len(self.second.table)
+        whole = self.tiles or self.stages[-1].request
+        steps = sum(len(stage.table) for stage in self.stages) * (len(self.tiles) if self.tiles else 1)
         return [Picture(i, seed, whole.width, whole.height, steps) for i, seed in enumerate(self.seeds)]
 
     def job(self, job_request: JobRequest, cancel: Callable[[Job], None]) -> Job:
@@ -332,26 +371,22 @@ class Checked(NamedTuple):
         """What is to be drawn for an image of it: itself, or its tiles."""
         if self.tiles is None:
             return [self.item(job, picture)]
-        whole = Enlarged(self.tiles, picture, self.request, previews=job.request.previews)
-        requests = [tile_request(self.request, self.tiles, i) for i in range(len(self.tiles))]
+        whole = Enlarged(self.tiles, previews=job.request.previews)
+        (stage,) = self.stages
+        requests = [tile_request(stage.request, self.tiles, i) for i in range(len(self.tiles))]
         return [
-            Item(job, part, request, self.table, self.group, job.request.client, whole=whole, **self._beside)
-            for part, request in zip(whole.parts, requests, strict=True)
+            Item(
+                job, picture, [replace(stage, request=request)], job.request.client, self.beside, whole=whole, tile=tile
+            )
+            for tile, request in enumerate(requests)
         ]
 
     def item(self, job: Job, picture: Picture) -> Item:
         """One image of it, with its own seeds."""
-        request = replace(self.request, seeds=[picture.seed])
+        stages = [replace(stage, request=replace(stage.request, seeds=[picture.seed])) for stage in self.stages]
         count = min(job.request.previews, picture.steps - 1)
         previews = tuple(sorted({round(picture.steps * (i + 1) / (count + 1)) for i in range(count)}))
-        return Item(
-            job, picture, request, self.table, self.group, job.request.client, previews=previews, second=self.second,
-            **self._beside,
-        )  # fmt: skip
-
-    @property
-    def _beside(self) -> dict[str, Any]:
-        return {"adapters": self.adapters, "shelf": self.shelf, "words": self.words, "vae": self.vae}
+        return Item(job, picture, stages, job.request.client, self.beside, previews=previews)
 
 
 def check(
@@ -360,6 +395,7 @@ def check(
     model: Model,
     shelf: AdapterCache | None = None,
     embeddings: EmbeddingCache | None = None,
+    vae: str | None = None,
 ) -> Checked:
     """What a model is asked for.
 
@@ -369,6 +405,7 @@ def check(
         model: the model.
         shelf: its adapters.
         embeddings: its textual inversions.
+        vae: the autoencoder in place of its own.
 
     Raises:
         Rejected: naming the field and the cure.
@@ -407,12 +444,13 @@ def check(
         with _lock:
             request = _request(job_request, model, seeds[0])
             larger = _second_pass(model, request) if request.options.hires > 1 else None
-        first = _planned(name, model, request, shelf)
-        second = Checked(larger, *_planned(name, model, larger, shelf), seeds) if larger else None
+        stages = (_stage(name, model, request, shelf),)
+        if larger is not None:
+            stages = (replace(stages[0], then=_enlarged), _stage(name, model, larger, shelf))
     except InputError as error:
         raise _refusal(error) from None
     for hint in () if job_request.lenient else idle(model, request):
-        raise _refusal(InputError(hint.argument, hint.value, hint.problem, "leave it out"))
+        raise _refusal(InputError(hint.argument, hint.problem, cure="leave it out", value=hint.value))
     if (times := request.options.settings.get("s_noise", 1)) > MOST_NOISE:
         raise invalid("options", f"options.sampler_settings: s_noise={times:g} is more than {MOST_NOISE}; 1 is usual")
     if max(request.options.seed_size or (0,)) > LARGEST_NOISE:
@@ -421,7 +459,7 @@ def check(
         raise invalid("prompt", f"prompt: {request.texts.parts} prompts joined by AND are more than {MOST_PARTS}")
     if request.options.mask_blend != "denoised":
         raise invalid("options", "options.mask_blend: 'renoised' is not offered; leave it out")
-    return Checked(request, *first, seeds, tiles, adapters, shelf, second, words, unread)
+    return Checked(stages, seeds, tiles, Beside(adapters, shelf, words, vae), unread)
 
 
 def _second_pass(model: Model, request: Request) -> Request:
@@ -429,14 +467,21 @@ def _second_pass(model: Model, request: Request) -> Request:
     times = request.options.hires
     height, width = (larger_side(model, side, times) for side in (request.height, request.width))
     if height * width > MOST_PIXELS:
-        raise InputError("hires", times, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
+        raise InputError(
+            "hires", f"makes {width} x {height} pixels, more than {MOST_PIXELS}", cure="use less", value=times
+        )
     larger = second_pass(model, request)
     assert larger.init_images is not None
     return replace(larger, init_images=replace(larger.init_images, images=[], whole=([], [])))
 
 
-def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | None) -> tuple[SamplerTable, GroupKey]:
-    """The table and the group of a request.
+def _enlarged(larger: Request, pixels: HostArray, latents: HostArray) -> Request:
+    """A second pass from an image of the first one."""
+    return enlarged(larger, pixels[None], latents[None])
+
+
+def _stage(name: str, model: Model, request: Request, shelf: AdapterCache | None) -> Stage:
+    """The stage of a request.
 
     Raises:
         InputError: its options do not go together.
@@ -450,15 +495,14 @@ def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | No
         )  # fmt: skip
     # Every size has one set of programs, in which plain images, given ones and masked ones mix.
     kinds = kinds._replace(
-        guided=(True,) if kinds.parts else (True, False),
-        known=not model.networks.inpaints,
-        image_encoder=kinds.decoder,
+        guided=(True,) if reads_negative(kinds.guidance) else (True, False),
         places=shelf.bank.places if shelf else None,
     )
-    kinds = with_networks(kinds, model)
+    reads = kinds.decoder and ReadsImage(kinds.decoder)
+    kinds = with_networks(kinds.adding(not model.networks.inpaints and Keeps(), reads), model)
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
-    return table, GroupKey(name, request.height, request.width, kinds)
+    return Stage(request, table, GroupKey(name, request.height, request.width, kinds))
 
 
 def _seed(job_request: JobRequest) -> int:
@@ -515,7 +559,7 @@ def _options(job_request: JobRequest) -> Options:
     if unknown is not None:
         renamed = aliases(Options).get(unknown)
         cure = f"send {renamed!r}" if renamed else nearest(unknown, list(names))
-        raise InputError("options", NO_VALUE, f"has no {unknown!r:.80}", cure)
+        raise InputError("options", f"has no {unknown!r:.80}", cure=cure)
     return Options(**{**job_request.options, "progress": False})
 
 
@@ -548,7 +592,7 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
     if image is None or begins or not model.networks.denoiser.facts.edits:
         if job_request.references:
             why = "are beside an image, without a mask and a strength, for a model that edits"
-            raise InputError("references", NO_VALUE, why, "leave them out")
+            raise InputError("references", why, cure="leave them out")
         return image, size
     images = [image, *job_request.references]
     height, width = check_references(images, model.networks).sizes[0]

@@ -165,7 +165,7 @@ class Writer:
         step: int,
         number: int,
     ) -> None:
-        shown = item.shown
+        shown = item.picture
         if shown.status.over or item.job.status.over or served.safety_checker:
             return
         if pixels is None:
@@ -175,14 +175,14 @@ class Writer:
         item.job.tell(Previewed(shown.index, step, shown.steps, data, "image/jpeg", number))
 
     def _image(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
-        job, shown, began = item.job, item.shown, time.perf_counter()
+        job, shown, began = item.job, item.picture, time.perf_counter()
         try:
             served.colours.learn(latents, pixels)
             if item.request.init_images is not None:
                 pixels = item.request.init_images.pasted(pixels[None], [0])[0]
             if item.whole:
-                item.picture.step, item.picture.status = item.picture.steps, Status.DONE
-                last, number = item.whole.add(item.picture, pixels)
+                item.status = Status.DONE
+                last, number = item.whole.add(item.tile, pixels)
                 number = number if job.looked_at else None
                 pixels = item.whole.pixels() if last or number is not None else pixels
                 if number is not None:
@@ -190,6 +190,8 @@ class Writer:
                 if not last:
                     return
             metadata = item.metadata(served.model)
+            if served.sha256:
+                metadata = {**metadata, "model_sha256": served.sha256}
             if served.safety_checker:
                 (pixels,), (flag,) = served.safety_checker.blacken(pixels[None])
                 metadata = {**metadata, "nsfw": flag}

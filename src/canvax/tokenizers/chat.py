@@ -1,4 +1,4 @@
-"""The byte-level BPE of a language model, read from its ``tokenizer.json``; a prompt stands in a chat template."""
+"""Byte-level BPE of a language model, read from its ``tokenizer.json``, with a chat template around the prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, refuse_others
+from canvax.errors import CheckpointError, InputError, refuse_others
 from canvax.files import MAX_JSON, read_bytes
 from canvax.types import HostArray
 
@@ -23,11 +23,11 @@ class ChatTokenizer:
 
     Attributes:
         backend: the BPE, without padding and truncation.
-        template: what the model reads, with {} for the prompt.
+        template: chat template, with {} for the prompt.
         largest: the largest id.
-        pad: the id that stands behind a prompt.
-        empty: what stands in the template for an empty prompt.
-        added: words of textual inversions, of which there are none.
+        pad: id of the padding after a prompt.
+        empty: text that replaces an empty prompt.
+        added: words of textual inversions; always empty.
     """
 
     backend: Tokenizer
@@ -39,12 +39,12 @@ class ChatTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, template: str) -> Self:
-        """Reads a tokenizer.
+        """Read a tokenizer.
 
         Raises:
             CheckpointError: its file is missing or damaged.
         """
-        from tokenizers import Tokenizer  # which takes time to import
+        from tokenizers import Tokenizer  # slow to import
 
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
@@ -60,7 +60,7 @@ class ChatTokenizer:
         return cls(backend, template, max(backend.get_vocab().values(), default=0))
 
     def ids(self, text: str) -> list[int]:
-        """Returns the ids of a prompt inside the template.
+        """Return the ids of a prompt inside the template.
 
         Raises:
             InputError: ``text`` is not valid Unicode.
@@ -68,10 +68,10 @@ class ChatTokenizer:
         try:
             return self.backend.encode(self.template.format(text or self.empty), add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
-            raise InputError("prompt", NO_VALUE, f"is not valid Unicode: {text!r}", "pass valid Unicode") from None
+            raise InputError("prompt", f"is not valid Unicode: {text!r}", cure="pass valid Unicode") from None
 
     def __call__(self, texts: Sequence[str], *, length: int, **others: Any) -> HostArray:
-        """Returns the ids of prompts, padded to ``length``: int32 [B, T].
+        """Return the ids of prompts, padded to ``length``: int32 [B, T].
 
         Raises:
             InputError: a prompt has more tokens; or there are ``others``.
@@ -80,5 +80,7 @@ class ChatTokenizer:
         rows = [self.ids(text) for text in texts]
         for text, row in zip(texts, rows, strict=True):
             if len(row) > length:
-                raise InputError("prompt", text[:60], f"has {len(row)} tokens, more than {length}", "shorten it")
+                raise InputError(
+                    "prompt", f"has {len(row)} tokens, more than {length}", cure="shorten it", value=text[:60]
+                )
         return np.array([row + [self.pad] * (length - len(row)) for row in rows], np.int32)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, refuse_others, warn
+from canvax.errors import CheckpointError, InputError, refuse_others, warn
 from canvax.files import DAMAGED, MAX_JSON, read_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ClipTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
-        """Reads a tokenizer in either form; the ids are those of ``transformers`` 5 for the same folder.
+        """Read a tokenizer in either form; the ids are those of ``transformers`` 5 for the same folder.
 
         Vocabulary and merges come from ``tokenizer.json`` if it exists, otherwise from ``vocab.json`` and
         ``merges.txt``. The names of the special tokens come from ``tokenizer_config.json``, and
@@ -106,7 +106,7 @@ class ClipTokenizer:
         return cls(backend, *special, largest=max(vocab.values()))
 
     def __call__(self, prompts: Sequence[str], *, length: int = 77, **others: Any) -> np.ndarray:
-        """Returns the ids of each prompt, int32 [B, length]: begin, text, end, padding.
+        """Return the ids of each prompt, int32 [B, length]: begin, text, end, padding.
 
         A prompt that is too long is cut, with a ``TruncationWarning`` that shows the text cut off.
 
@@ -115,7 +115,7 @@ class ClipTokenizer:
         """
         refuse_others(others, "the tokenizer", "write pipe.tokenizer([text]): it pads, cuts and returns the ids")
         if isinstance(prompts, str):
-            raise InputError("prompts", prompts, "is one string", "pass a list of strings")
+            raise InputError("prompts", "is one string", cure="pass a list of strings", value=prompts)
         out = np.full((len(prompts), length), self.pad, np.int32)
         for row, prompt in zip(out, prompts, strict=True):
             ids, cut = self._encode(prompt, length - 2)
@@ -125,7 +125,7 @@ class ClipTokenizer:
         return out
 
     def ids(self, text: str) -> list[int]:
-        """Returns the ids of a text of any length, without begin and end.
+        """Return the ids of a text of any length, without begin and end.
 
         Raises:
             InputError: ``text`` is not a string, or not valid Unicode.
@@ -133,7 +133,7 @@ class ClipTokenizer:
         return self._encode(text, sys.maxsize)[0]
 
     def units(self, text: str) -> list[tuple[int, ...]]:
-        """Returns ``ids`` in groups that must not be separated: the ids of an added word, otherwise single ids."""
+        """Return ``ids`` in groups that must not be separated: the ids of an added word, otherwise single ids."""
         return [ids for ids, _ in self._units(text)]
 
     @cached_property
@@ -159,14 +159,14 @@ class ClipTokenizer:
         return ids, ""
 
     def _units(self, prompt: str) -> list[tuple[tuple[int, ...], int]]:
-        """Returns groups of ids that belong together, each with its position in the prompt."""
+        """Return groups of ids that belong together, each with its position in the prompt."""
         if not isinstance(prompt, str):
-            raise InputError("prompt", prompt, "is not a string")
+            raise InputError("prompt", "is not a string", value=prompt)
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(
-                "prompt", NO_VALUE, f"has a lone surrogate at {error.start}: {prompt!r}", "pass valid Unicode"
+                "prompt", f"has a lone surrogate at {error.start}: {prompt!r}", cure="pass valid Unicode"
             ) from error
         units: list[tuple[tuple[int, ...], int]] = []
         begin = 0
@@ -203,13 +203,13 @@ def words_in(prompt: str, words: Collection[str]) -> list[tuple[str, int, int]]:
 
 
 def _whole(word: str) -> str:
-    """Returns a pattern that matches ``word`` only as a whole word."""
+    """Return a pattern that matches ``word`` only as a whole word."""
     before, after = (r"\w" if re.match(r"\w", end) else "" for end in (word[0], word[-1]))
     return f"{f'(?<!{before})' if before else ''}{re.escape(word)}{f'(?!{after})' if after else ''}"
 
 
 def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list[Mapping[str, Any]]]:
-    """Reads vocabulary, merges, and the added tokens in ``tokenizer.json``."""
+    """Read vocabulary, merges, and the added tokens in ``tokenizer.json``."""
     if os.path.lexists(folder / "tokenizer.json"):
         path = folder / "tokenizer.json"
         try:
@@ -273,7 +273,7 @@ def _build(vocab: dict[str, int], merges: list[tuple[str, str]], unknown: str) -
 def _special_tokens(
     folder: Path, config: dict[str, Any], stored: list[Mapping[str, Any]]
 ) -> tuple[dict[int, AddedToken], dict[str, AddedToken]]:
-    """Returns the added tokens by id, sorted, and the special tokens by name.
+    """Return the added tokens by id, sorted, and the special tokens by name.
 
     Updates ``config`` with the entries that ``special_tokens_map.json`` overrides.
     """
@@ -297,7 +297,7 @@ def _special_tokens(
 
 
 def _check_ids(added: Mapping[int, AddedToken], backend: Tokenizer) -> None:
-    """Refuses added tokens whose ids differ from the library's, which numbers them from the end of the vocabulary.
+    """Refuse added tokens whose ids differ from the library's, which numbers them from the end of the vocabulary.
 
     Without this check a token with another id would silently use the wrong row of the embeddings.
     """
@@ -309,7 +309,7 @@ def _check_ids(added: Mapping[int, AddedToken], backend: Tokenizer) -> None:
 def _add_tokens(
     backend: Tokenizer, added: list[AddedToken], named: Mapping[str, AddedToken], config: Mapping[str, Any]
 ) -> None:
-    """Adds the strings to the backend that are single tokens anywhere in a prompt.
+    """Add the strings to the backend that are single tokens anywhere in a prompt.
 
     A string can occur several times with different flags ("<|endoftext|>" both ends and pads a prompt). The library
     uses the last, so the order must be that of transformers.
@@ -327,13 +327,13 @@ def _add_tokens(
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
-    """Returns the special tokens without a name, under the current key or its older name."""
+    """Return the special tokens without a name, under the current key or its older name."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     return list(extra.values() if isinstance(extra, Mapping) else extra)
 
 
 def _id(value: Any) -> int:
-    """Parses the id of an added token; JSON keys are strings."""
+    """Parse the id of an added token; JSON keys are strings."""
     if isinstance(value, str) and value.isdecimal() and value.isascii() and len(value) < 10:
         value = int(value)
     if type(value) is not int or not 0 <= value < 2**31:
@@ -342,7 +342,7 @@ def _id(value: Any) -> int:
 
 
 def _token(value: Any) -> AddedToken:
-    """Parses a token, stored as a string or as a table with ``content`` and flags."""
+    """Parse a token, stored as a string or as a table with ``content`` and flags."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):
@@ -353,7 +353,7 @@ def _token(value: Any) -> AddedToken:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; empty if the file does not exist."""
+    """Read a JSON object; empty if the file does not exist."""
     if not os.path.lexists(path):
         return {}
     try:

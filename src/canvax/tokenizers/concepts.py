@@ -18,9 +18,13 @@ FILE = "concepts.json"
 """Optional file in the folder of ``model_index.json``: emoji -> [name, related word, ...]."""
 
 STYLES = ("noto", "twemoji", "fluent", "fluent flat")
-"""Of the drawings that such a model was trained on."""
+"""Styles of the drawings that these models were trained on."""
 
 _STYLE = "an the of in on with and to for style noto twemoji fluent flat emoji icon drawing image photo big small"
+_JOINT = re.compile(r"\b(?:and|with|without|on|in|at|under|over|beside|behind|near|next to)\b|[+&]")
+"""Words between the things of a prompt, and behind the noun in the name of a concept."""
+
+_WORD = re.compile(r"[^\W\d_]+")
 _SELECTOR = "\N{VARIATION SELECTOR-16}"
 
 
@@ -36,7 +40,7 @@ class Concepts:
 
     @classmethod
     def of(cls, folder: Path) -> Concepts:
-        """Reads the concepts of a model's folder; empty without ``FILE``.
+        """Read the concepts of a model's folder; empty without ``FILE``.
 
         Raises:
             CheckpointError: the file is malformed.
@@ -55,14 +59,14 @@ class Concepts:
         return [words[0] for words in self.words.values()]
 
     def spelled(self, prompt: str) -> str:
-        """Replaces the emoji of concepts in ``prompt`` by their names."""
+        """Replace the emoji of concepts in ``prompt`` by their names."""
         if not self.words or prompt.isascii():
             return prompt
         text = self._emoji.sub(lambda match: f" {self._names[match[0].replace(_SELECTOR, '')]} ", prompt)
         return " ".join(text.split())
 
     def unknown(self, prompt: str) -> list[str]:
-        """Returns words and emoji of a prompt that the model was not trained on; empty if its concepts are unknown."""
+        """Return words and emoji of a prompt that the model was not trained on; empty if its concepts are unknown."""
         if not self.words:
             return []
         text = unicodedata.normalize("NFC", self.spelled(prompt).lower())
@@ -72,17 +76,41 @@ class Concepts:
         other_symbols = [character for character in text if unicodedata.category(character) == "So"]
         return [word for word in words if not self._known(word)] + other_symbols
 
+    def things(self, prompt: str) -> list[str]:
+        """Return the nouns of a prompt that combines several things, such as "a cat on a chair"; else an empty list."""
+        things: dict[str, set[str]] = {}
+        for part in _JOINT.split(self.spelled(prompt).lower()):
+            nouns = [(noun, word) for word in _WORD.findall(part) if (noun := self._noun(word))]
+            if nouns:
+                noun, word = next((pair for pair in nouns[::-1] if pair[0] != "face"), nouns[-1])
+                things.setdefault(noun, {noun, word})
+        one = any(all(forms & words for forms in things.values()) for words in self._texts)
+        return [] if len(things) < 2 or one else list(things)
+
     def nearest(self, word: str) -> str:
-        """Returns the word of the vocabulary that is spelled most like an unknown word; empty if none is near."""
+        """Return the word of the vocabulary that is spelled most like an unknown word; empty if none is near."""
         return next(iter(get_close_matches(word, self._vocabulary, 1, 0.75)), "")
 
     def _known(self, word: str) -> bool:
-        return any(form in self._vocabulary for form in (word, word.removesuffix("s"), word.removesuffix("es")))
+        return any(form in self._vocabulary for form in _forms(word))
+
+    def _noun(self, word: str) -> str:
+        return next((form for form in _forms(word) if form in self._nouns), "")
+
+    @cached_property
+    def _nouns(self) -> set[str]:
+        """The last word in the name of each concept, before what it is with: cat of "smiling cat with heart-eyes"."""
+        names = [_JOINT.split(name.lower())[0].removesuffix(" face").split() for name in self.names]
+        return {name[-1] for name in names if name}
+
+    @cached_property
+    def _texts(self) -> list[set[str]]:
+        return [set(_WORD.findall(" ".join(words).lower())) for words in self.words.values()]
 
     @cached_property
     def _vocabulary(self) -> set[str]:
         text = " ".join([_STYLE, *(" ".join(words) for words in self.words.values())])
-        return set(re.findall(r"[^\W\d_]+", text.lower()))
+        return set(_WORD.findall(text.lower()))
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -93,3 +121,8 @@ class Concepts:
         longest_first = sorted(self._names, key=len, reverse=True)
         joined = (f"{_SELECTOR}?".join(map(re.escape, emoji)) for emoji in longest_first)
         return re.compile(f"(?:{'|'.join(joined)}){_SELECTOR}?")
+
+
+def _forms(word: str) -> tuple[str, str, str]:
+    """Return a word and its possible singulars."""
+    return word, word.removesuffix("s"), word.removesuffix("es")

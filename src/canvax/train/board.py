@@ -15,7 +15,7 @@ _FLUSH = 30  # seconds, TensorBoard's default interval for reloading
 
 
 def check_board(folder: Path) -> None:
-    """Raises InputError, before anything is loaded, if tensorboardX is missing or ``folder`` cannot be written to."""
+    """Raise InputError, before anything is loaded, if tensorboardX is missing or ``folder`` cannot be written to."""
     check_writable("tensorboard", folder)
     _writer()
 
@@ -31,16 +31,16 @@ class Board:
         self._open: Any = None
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a point to each curve."""
+        """Add a point to each curve."""
         for name, value in values.items():
             self._at(step).add_scalar(name, value, step)
 
     def picture(self, step: int, name: str, pixels: HostArray) -> None:
-        """Adds an image [H, W, 3] uint8."""
+        """Add an image [H, W, 3] uint8."""
         self._at(step).add_image(name, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
-        """Writes pending data and closes the file."""
+        """Write pending data and close the file."""
         if self._open is not None:
             self._open.close()
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.files import temporary_folder
@@ -21,7 +21,7 @@ from canvax.settings import check_all
 from canvax.train.diffusion import CONTROL
 from canvax.train.settings import TASKS, ControlRecord, Pairs
 from canvax.train.state import in_dtype
-from canvax.train.task import PLAN, Start, Subject, Training, train
+from canvax.train.task import PLAN, InitialState, Subject, Training, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.load import Component
@@ -45,8 +45,8 @@ _WIDTHS = (16, 32, 96, 256)
 
 
 @dataclass(frozen=True)
-class Controlling(ControlRecord):
-    """The ``Aim`` of training a ControlNet.
+class ControlNetTask(ControlRecord):
+    """The ``TrainingTask`` of training a ControlNet.
 
     Attributes:
         widths: channels of the small network that reads the control image, one number more than it halves the image;
@@ -73,23 +73,21 @@ class Controlling(ControlRecord):
         return {}
 
     def files(self, folder: Path) -> Sequence[Path]:
-        """Returns the folder of the ControlNet's config and weights."""
+        """Return the folder of the ControlNet's config and weights."""
         return [folder / CONTROL]
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuses previews, and ``widths`` that do not match the model."""
+        """Refuse previews, and ``widths`` that do not match the model."""
         if training.prompts:
-            raise InputError(
-                "prompts", NO_VALUE, "is not there for a ControlNet, whose images need a control image each"
-            )
+            raise InputError("prompts", "is not there for a ControlNet, whose images need a control image each")
         count = int(model.vae.factor).bit_length()
         if self.widths is not None and len(self.widths) != count:
             raise InputError(
                 "widths",
-                ",".join(map(str, self.widths)),
                 f"is not what {model.name} needs: {count} numbers in 1..4096, one more than its autoencoder halves an "
                 "image",
-                "leave it out for the usual ones",
+                cure="leave it out for the usual ones",
+                value=",".join(map(str, self.widths)),
             )
         self._net(model)
 
@@ -107,11 +105,11 @@ class Controlling(ControlRecord):
         return net
 
     def exact(self, model: Model) -> Collection[str]:
-        """Returns the UNet, which is copied."""
+        """Return the UNet, which is copied."""
         return ("unet",)
 
-    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Copies the UNet's weights; the layers that connect it to the UNet are zero, so that it has no effect yet."""
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> InitialState:
+        """Copy the UNet's weights; the layers that connect it to the UNet are zero, so that it has no effect yet."""
         net = self._net(model)
         fresh = init_params(net.spec, training.plan.seed)
         initial = {
@@ -121,18 +119,21 @@ class Controlling(ControlRecord):
             initial[name] = jax.tree.map(np.zeros_like, initial[name])
         hint = initial["controlnet_cond_embedding"]
         hint["conv_out"] = jax.tree.map(np.zeros_like, hint["conv_out"])
-        return Start({CONTROL: initial}, in_dtype(params, ["unet", *model.text.names], dtype), control=net)
+        return InitialState({CONTROL: initial}, in_dtype(params, ["unet", *model.text.names], dtype), control=net)
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
-        """Returns ``params``: there are no previews (see ``check``)."""
+        """Return ``params``: there are no previews (see ``check``)."""
         return params
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the network in the diffusers layout."""
+        """Write the network in the diffusers layout."""
         part = Component(CONTROL, self._net(model).spec, "diffusers")
         with temporary_folder(target.parent) as draft:
             save_component(draft / CONTROL, part, trained[CONTROL], self._config(model), dtype=self.save_dtype)
             return (draft / CONTROL).rename(target)
+
+
+Controlling = ControlNetTask  # former name
 
 
 def train_controlnet(
@@ -145,12 +146,12 @@ def train_controlnet(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains a ControlNet on images and control images; writes it to ``training.folder / "controlnet"``.
+    """Train a ControlNet on images and control images; write it to ``training.folder / "controlnet"``.
 
     Args:
         training: model and images; the table of captions must also name the control image of each image.
         mesh: the devices; the batch is split over ``data``.
-        widths: see ``Controlling``.
+        widths: see ``ControlNetTask``.
         control_column: the column of the control images.
         save_dtype: dtype of the saved weights.
         deadline: ``time.monotonic()`` at which to write the state and stop.
@@ -159,6 +160,6 @@ def train_controlnet(
     Returns:
         The folder of the ControlNet, or None if the deadline came first.
     """
-    aim = Controlling(widths, parse_dtype(save_dtype, "save_dtype"))
+    aim = ControlNetTask(widths, parse_dtype(save_dtype, "save_dtype"))
     subject = Subject(control_column=control_column)
     return train(training, aim, mesh, subject=subject, deadline=deadline, say=say)

@@ -23,7 +23,7 @@ from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
 from canvax.models.denoiser import Denoiser, evaluate
 from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
-from canvax.models.unet import Residuals, Special, unet, unet_spec
+from canvax.models.unet import BlockOptions, Residuals, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.train.loop import Loss
@@ -42,7 +42,7 @@ EMPTY = 0.1
 
 
 def new_denoiser(text: ClipTextConfig, cfg: UNetConfig, seed: int) -> Params:
-    """Makes a random text encoder and UNet, ``{"text_encoder": ..., "unet": ...}``.
+    """Make a random text encoder and UNet, ``{"text_encoder": ..., "unet": ...}``.
 
     The last layer of every residual branch of the UNet is zero (Goyal et al. 2017, section 5.1; Ho et al. 2020): the
     network starts as a shallow one and becomes deeper during training.
@@ -67,11 +67,11 @@ Reader = Callable[..., HostArray]
 
 
 def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int) -> HostArray:
-    """Returns what is read of each image's captions [N, M, ...]; an image with fewer than M captions repeats them."""
+    """Return what is read of each image's captions [N, M, ...]; an image with fewer than M captions repeats them."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
         raise InputError(
-            "captions", captions, f"do not fit length={length}: each picture has a caption, of 2 tokens or more"
+            "captions", f"do not fit length={length}: each picture has a caption, of 2 tokens or more", value=captions
         )
     most = max(len(texts) for texts in captions)
     # Images share captions, and repeat theirs: each distinct text is read once.
@@ -90,7 +90,7 @@ def denoising_data(
     control: HostArray | None = None,
     mask: HostArray | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the inputs of ``denoising_loss``: the samples, and the data that all samples share.
+    """Return the inputs of ``denoising_loss``: the samples, and the data that all samples share.
 
     The caller can add ``prior`` to the shared data: samples of class images, which keep a model from forgetting (Ruiz
     et al. 2023, section 3.2). A step then draws as many of them at random as its batch has samples. An array of one
@@ -140,7 +140,7 @@ def draw(
     focus: tuple[float, float] | None,
     empty: float,
 ) -> Draw:
-    """Makes the random choices of a step: variant, caption, timestep and noise of each sample.
+    """Make the random choices of a step: variant, caption, timestep and noise of each sample.
 
     Samples of ``shared["prior"]``, if any, are appended: [2 B, ...]. They must have masks if the batch has masks.
     """
@@ -164,19 +164,19 @@ def draw(
     if "prior" not in shared:
         return drawn
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
-    which = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
-    prior = jax.tree.map(lambda leaf: leaf[which % len(leaf)], shared["prior"])
+    index = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
+    prior = jax.tree.map(lambda leaf: leaf[index % len(leaf)], shared["prior"])
     other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, other)
 
 
-def _picked(forms: Array, which: Array) -> Array:
-    """Selects a variant of each sample, [B, V, ...] and [B] -> [B, ...]; the batch stays split over the devices."""
-    return jax.vmap(lambda sample, index: sample[index])(forms, which)
+def _picked(forms: Array, indices: Array) -> Array:
+    """Select a variant of each sample, [B, V, ...] and [B] -> [B, ...]; the batch stays split over the devices."""
+    return jax.vmap(lambda sample, index: sample[index])(forms, indices)
 
 
 def replaced(trained: Params, frozen: Params) -> Params:
-    """Assembles the parameters when whole components are trained."""
+    """Assemble the parameters when whole components are trained."""
     return {**frozen, **trained}
 
 
@@ -199,19 +199,21 @@ class Objective:
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
         if self.gamma is not None and self.gamma <= 0:
-            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
+            raise InputError("gamma", "must be more than 0, or None for no min-SNR weights", value=self.gamma)
         if not 0 <= self.empty < 1:
-            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
+            raise InputError(
+                "empty", "is the share of empty captions", cure="it must be in 0..1, 1 excluded", value=self.empty
+            )
         if self.prior <= 0:
-            raise InputError("prior", self.prior, "must be more than 0")
+            raise InputError("prior", "must be more than 0", value=self.prior)
         if self.focus is not None and (len(self.focus) != 2 or self.focus[1] <= 0):
-            raise InputError("focus", self.focus, "is not a mean and a spread of more than 0")
+            raise InputError("focus", "is not a mean and a spread of more than 0", value=self.focus)
 
 
 def denoising_loss(
     text: TextEncoders | None, network: UNetConfig | Denoiser, schedule: NoiseSchedule, **options: Any
 ) -> Loss:
-    """Returns the loss of a text-to-image model as a function of the trained parameters.
+    """Return the loss of a text-to-image model as a function of the trained parameters.
 
     Args:
         text: configs of the text encoders; None if the data contains features of the captions instead of token ids.
@@ -240,7 +242,7 @@ def denoising_loss(
 def training_times(
     order_key: Array, time_key: Array, batch: int, size: int, focus: tuple[float, float] | None = None
 ) -> Array:
-    """Draws random timesteps, int32 [batch] in 0..size - 1, in random order.
+    """Draw random timesteps, int32 [batch] in 0..size - 1, in random order.
 
     The distribution is divided into ``batch`` parts of equal probability, with a timestep from each. The loss has the
     same mean with less variance (Kingma et al. 2021, I.1).
@@ -256,7 +258,7 @@ def training_times(
     check_count("batch", batch)
     check_count("size", size)
     if focus is not None and len(focus) != 2:
-        raise InputError("focus", focus, "is not a mean and a spread")
+        raise InputError("focus", "is not a mean and a spread", value=focus)
     order = jax.random.permutation(order_key, batch).astype(jnp.float32)
     part = (order + jax.random.uniform(time_key, (batch,))) / batch
     if focus is not None:
@@ -294,9 +296,9 @@ def _denoising_loss(
     noisy = noisy.astype(objective.dtype)
     if isinstance(objective.network, UNetConfig):
         residuals = None if hints is None else _residuals(p[CONTROL], noisy, timestep, encoded, hints, objective)
-        special = Special(remat=objective.remat)
+        options = BlockOptions(remat=objective.remat)
         cfg = objective.network
-        output = unet(p["unet"], noisy, timestep, cfg=cfg, special=special, residuals=residuals, **encoded)
+        output = unet(p["unet"], noisy, timestep, cfg=cfg, options=options, residuals=residuals, **encoded)
     else:
         output = _evaluated(p, noisy, timestep, encoded, objective.network, remat=objective.remat)
     errors = squared_error(output, target, mask)
@@ -308,7 +310,7 @@ def _denoising_loss(
 def _evaluated(
     p: Params, noisy: Array, timestep: Array, encoded: Conditions, network: Denoiser, *, remat: bool
 ) -> Array:
-    """Returns the output of a denoiser for latents [B, h, w, C], as the loop of a pipeline evaluates it."""
+    """Return the output of a denoiser for latents [B, h, w, C], as the loop of a pipeline evaluates it."""
     with recomputed(remat):
         return evaluate(network, p[network.component], noisy, timestep, encoded)
 
@@ -316,7 +318,7 @@ def _evaluated(
 def _residuals(
     p: Params, noisy: Array, times: Array, encoded: Conditions, hints: Array, objective: Objective
 ) -> Residuals:
-    """Returns the trained ControlNet's additions to the UNet's features, for control images [B, H, W, 3] uint8."""
+    """Return the trained ControlNet's additions to the UNet's features, for control images [B, H, W, 3] uint8."""
     net = objective.control
     assert net is not None
 

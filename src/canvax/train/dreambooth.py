@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError, check_utf8
+from canvax.errors import InputError, check_utf8
 from canvax.files import check_writable, written
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
@@ -40,17 +40,17 @@ class Instance(InstanceRecord):
     def __post_init__(self) -> None:
         check_all(self)
         if not self.prompt.strip():
-            raise InputError("prompt", NO_VALUE, "is empty", "say what the pictures show: 'a photo of sks dog'")
+            raise InputError("prompt", "is empty", cure="say what the pictures show: 'a photo of sks dog'")
         check_utf8("class_prompt", self.class_prompt or "")
         if self.class_prompt is not None and not self.class_prompt.strip():
             cure = "name the class: 'a photo of a dog', or leave it out"
-            raise InputError("class_prompt", NO_VALUE, "is empty", cure)
+            raise InputError("class_prompt", "is empty", cure=cure)
 
 
 def subject_of(
     instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None] = lambda _: None
 ) -> Subject:
-    """Returns the subject for ``finetune`` and ``train_lora``; generates missing class images.
+    """Return the subject for ``finetune`` and ``train_lora``; generate missing class images.
 
     Raises:
         InputError: the images, the model or the size cannot be used.
@@ -67,13 +67,13 @@ def subject_of(
 def _generate_class(
     folder: Path, prompt: str, instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None]
 ) -> None:
-    """Generates class images, each with another seed, until the folder has ``count``."""
-    there = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES] if folder.is_dir() else []
-    missing = instance.count - len(there)
+    """Generate class images, each with another seed, until the folder has ``count``."""
+    existing = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES] if folder.is_dir() else []
+    missing = instance.count - len(existing)
     if missing <= 0:
         return
-    names = {path.name for path in there}
-    seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
+    names = {path.name for path in existing}
+    seeds = [seed for seed in range(instance.count + len(existing)) if f"class-{seed:05d}.png" not in names][:missing]
     check_writable("class_pictures", folder)
     check = partial(size_of, training)
     quantize = training.quantize

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError, check_count, check_function
+from canvax.errors import InputError, check_count, check_function
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig
 from canvax.models.decode import Autoencoder, autoencoder_of
@@ -25,7 +25,7 @@ from canvax.types import Array, HostArray
 def encode_pictures(
     p: Params, pixels: HostArray, cfg: AutoencoderConfig | Autoencoder, mesh: Mesh, *, batch: int = 32
 ) -> HostArray:
-    """Encodes images to the means of their latents, scaled for the denoiser: [N, h, w, C] float32.
+    """Encode images to the means of their latents, scaled for the denoiser: [N, h, w, C] float32.
 
     Args:
         p: parameters of the autoencoder.
@@ -39,10 +39,10 @@ def encode_pictures(
     """
     check_count("batch", batch)
     if pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise InputError("pixels", NO_VALUE, f"has shape {pixels.shape}, not [N, H, W, 3]")
+        raise InputError("pixels", f"has shape {pixels.shape}, not [N, H, W, 3]")
     if isinstance(cfg, TinyConfig):
         raise InputError(
-            "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's autoencoder"
+            "vae", "is an AutoencoderTiny, which is for looking", cure="train with the model's autoencoder"
         )
     autoencoder, batch = autoencoder_of(cfg), padded_batch(batch, mesh)
     return by_batches(_encoder(autoencoder, mesh, foreign(autoencoder)), p, pixels, mesh, batch)
@@ -51,7 +51,7 @@ def encode_pictures(
 def encode_captions(
     p: Params, inputs: Mapping[str, Mapping[str, HostArray]], text: TextEncoders, mesh: Mesh, *, batch: int = 4
 ) -> dict[str, HostArray]:
-    """Encodes what the text encoders read of captions to what a denoiser reads, each [N, ...]; see ``encode_text``.
+    """Encode what the text encoders read of captions to what a denoiser reads, each [N, ...]; see ``encode_text``.
 
     Args:
         p: parameters of the text encoders, by component.
@@ -72,13 +72,13 @@ def _text_encoder(text: TextEncoders, mesh: Mesh, code: tuple[Any, ...]) -> Any:
 
 
 def as_input(pixels: Array) -> Array:
-    """Converts uint8 pixels to float32 in -1..1."""
+    """Convert uint8 pixels to float32 in -1..1."""
     return pixels.astype(jnp.float32) / 127.5 - 1.0
 
 
 @lru_cache(maxsize=4)
 def _encoder(autoencoder: Autoencoder, mesh: Mesh, code: tuple[Any, ...]) -> Any:
-    """Returns the compiled encoder; cached, since a new function would be compiled again for every set of images."""
+    """Return the compiled encoder; cached, since a new function would be compiled again for every set of images."""
     del code
 
     def encode(p: Params, images: Array) -> Array:
@@ -89,12 +89,12 @@ def _encoder(autoencoder: Autoencoder, mesh: Mesh, code: tuple[Any, ...]) -> Any
 
 
 def jitted(function: Any, mesh: Mesh) -> Any:
-    """Compiles ``function(p, batch)`` for a mesh: replicated parameters, a split batch, replicated results."""
+    """Compile ``function(p, batch)`` for a mesh: replicated parameters, a split batch, replicated results."""
     return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=replicated(mesh))
 
 
 def by_batches(program: Any, p: Params, inputs: Any, mesh: Mesh, batch: int) -> Any:
-    """Calls ``program(p, part)`` for batches of ``inputs``, a tree of arrays [N, ...]; the last batch is padded.
+    """Call ``program(p, part)`` for batches of ``inputs``, a tree of arrays [N, ...]; the last batch is padded.
 
     Returns:
         What the program returns, of all N.

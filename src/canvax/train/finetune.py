@@ -14,14 +14,14 @@ from canvax.families.base import Model
 from canvax.params import Params
 from canvax.settings import check_all
 from canvax.train.settings import WholeRecord
-from canvax.train.task import FILE_CAPTIONS, Start, Subject, Training, train
+from canvax.train.task import FILE_CAPTIONS, InitialState, Subject, Training, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
 
 @dataclass(frozen=True)
-class Whole(WholeRecord):
-    """The ``Aim`` of fine-tuning the UNet.
+class FullFinetune(WholeRecord):
+    """The ``TrainingTask`` of fine-tuning the UNet.
 
     Attributes:
         text: train the text encoders too.
@@ -39,7 +39,7 @@ class Whole(WholeRecord):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Whether text encoders are trained."""
+        """True if text encoders are trained."""
         return {"text_encoder": True} if self.text else {}
 
     @property
@@ -48,29 +48,32 @@ class Whole(WholeRecord):
         return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate) if self.text_rate else {}
 
     def files(self, folder: Path) -> Sequence[Path]:
-        """Returns the folder of the finished model."""
+        """Return the folder of the finished model."""
         return [folder / "model"]
 
     def check(self, model: Model, training: Training) -> None:
-        """Accepts every model."""
+        """Accept every model."""
 
     def exact(self, model: Model) -> Collection[str]:
-        """Returns what is written into the result."""
+        """Return the components that are written into the result."""
         return ("unet", *model.text.names)
 
-    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Moves the trained components out of ``params``, so that the devices have only the copy being trained."""
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> InitialState:
+        """Move the trained components out of ``params``, so that the devices have only the copy being trained."""
         names = ["unet", *(model.text.names if self.text else ())]
         trained = {name: jax.device_get(params.pop(name)) for name in names}
-        return Start(trained, {name: params[name] for name in model.text.names if name in params})
+        return InitialState(trained, {name: params[name] for name in model.text.names if name in params})
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
-        """Returns the parameters with the trained components."""
+        """Return the parameters with the trained components."""
         return {**params, **trained}
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the model in the diffusers layout."""
+        """Write the model in the diffusers layout."""
         return model.save(target, {**params, **trained}, dtype=self.save_dtype)
+
+
+Whole = FullFinetune  # former name
 
 
 def finetune(
@@ -84,9 +87,9 @@ def finetune(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains the whole UNet, and with ``text`` the text encoders; writes the model to ``training.folder / "model"``.
+    """Train the whole UNet, and with ``text`` the text encoders; write the model to ``training.folder / "model"``.
 
-    For arguments, result and errors see ``canvax.train.task.train`` and ``Whole``.
+    For arguments, result and errors see ``canvax.train.task.train`` and ``FullFinetune``.
     """
-    aim = Whole(text, text_rate, parse_dtype(save_dtype, "save_dtype"))
+    aim = FullFinetune(text, text_rate, parse_dtype(save_dtype, "save_dtype"))
     return train(training, aim, mesh, subject=subject, deadline=deadline, say=say)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_function, shown
+from canvax.errors import CanvaxError, InputError, check_count, check_function, shown
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
@@ -77,7 +77,7 @@ class Plan(PlanRecord):
     def __post_init__(self) -> None:
         check_all(self)
         if not isinstance(self.rates, Mapping):
-            raise InputError("rates", self.rates, "is not a table of learning rates by part")
+            raise InputError("rates", "is not a table of learning rates by part", value=self.rates)
         for name, rate in self.rates.items():
             try:
                 check_setting(PlanRecord, "learning_rate", rate)
@@ -87,7 +87,7 @@ class Plan(PlanRecord):
             object.__setattr__(self, "warmup", min(500, self.steps // 10))
 
     def indices(self, done: int, samples: int) -> HostArray:
-        """Returns the samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
+        """Return the samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
         flat = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
         return flat.reshape(self.chunk, self.accumulate, self.batch)
 
@@ -101,14 +101,14 @@ class Session:
         name: name of the training in the progress line.
         mesh: the devices; the batch is split over ``data``.
         deadline: ``time.monotonic()`` at which to write the state and stop; None to run to the end.
-        save_every: seconds between writing states, which is done beside the steps; at least as long as writing takes.
+        save_every: seconds between writing states, in parallel with the steps; at least as long as writing takes.
         about: further settings, in plain values, that must not change when a run is resumed.
         save: called with the step and the averaged parameters, after a state of this step was written. When a run
             resumes at that step, it is called again.
         save_steps: steps between calls of ``save``, which is not called after the last step; None for no calls.
         preview: called with the step and the averaged parameters, and always after the last step.
         preview_every: seconds between previews.
-        preview_steps: steps between previews, in place of ``preview_every``.
+        preview_steps: steps between previews, instead of ``preview_every``.
         watch: called after each chunk with the step and the logged values, including learning rate and samples per
             second.
     """
@@ -129,15 +129,18 @@ class Session:
     def __post_init__(self) -> None:
         if not str(self.folder) or not self.name:
             raise InputError(
-                "folder", self.folder, f"and name={self.name!r} cannot be used", "a run has a folder and a name"
+                "folder",
+                f"and name={self.name!r} cannot be used",
+                cure="a run has a folder and a name",
+                value=self.folder,
             )
         if "data" not in self.mesh.shape:
             raise InputError(
-                "mesh", NO_VALUE, f"has the axes {tuple(self.mesh.shape)}, and no 'data'", "take canvax.make_mesh()"
+                "mesh", f"has the axes {tuple(self.mesh.shape)}, and no 'data'", cure="take canvax.make_mesh()"
             )
         for what in ("save_every", "preview_every"):
             if getattr(self, what) < 0:
-                raise InputError(what, getattr(self, what), "is fewer than 0 seconds")
+                raise InputError(what, "is fewer than 0 seconds", value=getattr(self, what))
         for what in ("save_steps", "preview_steps"):
             if getattr(self, what) is not None:
                 check_count(what, getattr(self, what))
@@ -146,19 +149,19 @@ class Session:
                 check_function(what, getattr(self, what), 2, f"(step, {arguments})")
 
     def next_stop(self, done: int, steps: int, plan: Plan) -> int:
-        """Returns the step after which the program returns, of which ``done`` of ``steps`` are done."""
+        """Return the step after which the program returns, of which ``done`` of ``steps`` are done."""
         every = (plan.chunk, self.save_steps, self.preview_steps)
         return min(steps, *(done - done % count + count for count in every if count))
 
     def saves(self, done: int, steps: int) -> bool:
-        """Returns whether ``save`` is called after this step."""
+        """Return whether ``save`` is called after this step."""
         return self.save_steps is not None and 0 < done < steps and done % self.save_steps == 0
 
 
 def fit(
     params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session, shared: Any = None
 ) -> tuple[Params, bool]:
-    """Trains, or resumes the run in ``session.folder``.
+    """Train, or resume the run in ``session.folder``.
 
     In the main thread SIGTERM and Ctrl-C take effect after the chunk, when its state is written; a second one at once.
     With several processes, each must call it with the same arguments and a disk that all can read; the first writes.
@@ -183,23 +186,23 @@ def fit(
         CanvaxError: the loss or a parameter is no longer finite.
     """
     if session.folder.exists() and not session.folder.is_dir():
-        raise InputError("folder", str(session.folder), "is not a folder", "choose another name")
+        raise InputError("folder", "is not a folder", cure="choose another name", value=str(session.folder))
     if samples < 1:
-        raise InputError("samples", samples, "leaves nothing to train on")
+        raise InputError("samples", "leaves nothing to train on", value=samples)
     check_arrays("params", params, trained=True)
     check_arrays("data", data)
     check_arrays("shared", shared)
     data = _on_host(data, samples)
     _check_loss(loss, params, data, shared, plan)
     if plan.batch % session.mesh.shape["data"]:
-        raise InputError("batch", plan.batch, f"cannot be split over {session.mesh.shape['data']} devices")
+        raise InputError("batch", f"cannot be split over {session.mesh.shape['data']} devices", value=plan.batch)
     path, everywhere = session.folder / STATE, replicated(session.mesh)
     if path.is_file():
         check_same(path, plan, samples, session.about)
     optimizer = _optimizer(plan)
     state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
     shared = jax.device_put(shared, everywhere)
-    writes, spread = multihost.leads(session.mesh), multihost.is_spread(session.mesh)
+    writes, spread = multihost.is_main_process(session.mesh), multihost.is_spread(session.mesh)
     progress = Progress(session.name, shown=writes)
     steps = plan.steps
     if path.is_file():
@@ -217,7 +220,7 @@ def fit(
         steps = _steps_in(plan, program, state, _chunk_of(data, plan.indices(0, samples), session.mesh), shared)
     if spread:
         regular = (plan.chunk, session.save_steps, session.preview_steps)
-        (steps,) = multihost.agree([steps], facts_of(plan, samples), dict(session.about), done, regular)
+        (steps,) = multihost.broadcast_seeds([steps], facts_of(plan, samples), dict(session.about), done, regular)
     if not done and read_log(session.folder / LOG):
         progress.say("no state was saved, beginning again")
     if writes:
@@ -256,7 +259,7 @@ def fit(
             save = now - saved >= session.save_every and not writer.busy()
             due = np.array([stop, save, now - shown >= session.preview_every])
             if spread:  # clocks and signals differ, and all processes must do the same
-                due = multihost.any_of(due)
+                due = multihost.any_process(due)
             stop, save, preview = due
             if session.preview_steps:
                 preview = done % session.preview_steps == 0
@@ -299,14 +302,14 @@ class _Writer:
             self._finish()
 
     def busy(self) -> bool:
-        """Returns whether a state is being written; raises the error of the last one, if it could not be."""
+        """Return whether a state is being written; raise the error of the last one, if it could not be."""
         if self._last is not None and not self._last.done():
             return True
         self._finish()
         return False
 
     def write(self, state: TrainState, *, wait: bool) -> None:
-        """Writes a state, and waits until it is there or only until it is copied: the next step overwrites it."""
+        """Write a state, and wait until it is there or only until it is copied: the next step overwrites it."""
         self._finish()
         room = available_bytes()
         if wait or room is None or 2 * _bytes(state) > room:
@@ -322,7 +325,7 @@ class _Writer:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM during the block; what they do without it, they do at its end.
+    """Collect SIGINT and SIGTERM during the block; what they do without it, they do at its end.
 
     So a run ends between two calls of the program, with a state. A second signal of a kind acts at once.
     """
@@ -349,7 +352,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _on_host(data: Any, samples: int) -> Any:
-    """Moves the data to host memory, in dtypes that JAX supports."""
+    """Move the data to host memory, in dtypes that JAX supports."""
 
     def host(path: Any, leaf: Any) -> HostArray:
         if not leaf.shape or len(leaf) != samples:
@@ -365,7 +368,7 @@ def _bytes(data: Any) -> int:
 
 
 def _indexed(data: Any, samples: int, loss: Loss, shared: Any, mesh: Mesh) -> tuple[HostArray, Loss, Any]:
-    """Puts the data on each device; returns ``fit``'s arguments data, loss and shared with indices as samples."""
+    """Put the data on each device; return ``fit``'s arguments data, loss and shared with indices as samples."""
 
     def gathered(params: Params, rows: Array, shared: Any, key: Array) -> tuple[Array, dict[str, Array]]:
         data, shared = shared
@@ -375,7 +378,7 @@ def _indexed(data: Any, samples: int, loss: Loss, shared: Any, mesh: Mesh) -> tu
 
 
 def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:
-    """Sends the samples of a chunk, [chunk, accumulate, B, ...], to the devices; a process sends its devices' part."""
+    """Send the samples of a chunk, [chunk, accumulate, B, ...], to the devices; a process sends its devices' part."""
     split = NamedSharding(mesh, _OVER_BATCH)
 
     def put(leaf: HostArray) -> Array:
@@ -386,32 +389,32 @@ def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:
 
 
 def _abstract(data: Any, *shape: int) -> Any:
-    """Returns the abstract arrays of samples with these leading axes."""
+    """Return the abstract arrays of samples with these leading axes."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape[1:]), leaf.dtype), data)
 
 
 def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) -> None:
-    """Refuses a loss that does not return ``(number, values to log)``; exceptions of the loss pass through."""
+    """Refuse a loss that does not return ``(number, values to log)``; exceptions of the loss pass through."""
     check_function("loss", loss, 4, "(params, samples, shared, key)")
     result = jax.eval_shape(loss, params, _abstract(data, plan.batch), shared, jax.random.key(0))
     pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     if not pair or getattr(result[0], "shape", None) != () or not jnp.issubdtype(result[0].dtype, jnp.floating):
         raise InputError(
-            "loss", NO_VALUE, f"returned {shown(result)}", "return (a number, {}), the second what else to log, by name"
+            "loss", f"returned {shown(result)}", cure="return (a number, {}), the second what else to log, by name"
         )
 
 
-def _check_finite(what: str, number: Any, name: str, done: int) -> None:
+def _check_finite(quantity: str, number: Any, name: str, done: int) -> None:
     if not math.isfinite(number):
         raise CanvaxError(
-            f"{name}: {what} is {float(number)} at step {done}; the last good state is kept. Train with a lower "
+            f"{name}: {quantity} is {float(number)} at step {done}; the last good state is kept. Train with a lower "
             "learning rate in another folder."
         )
 
 
 @jax.jit
 def _largest(params: Params) -> Array:
-    """Returns the largest magnitude of all parameters; not finite if any parameter is not."""
+    """Return the largest magnitude of all parameters; not finite if any parameter is not."""
     return jnp.stack([jnp.abs(leaf).max() for leaf in jax.tree.leaves(params)]).max()
 
 
@@ -420,14 +423,14 @@ def _ema_or_params(state: TrainState) -> Params:
 
 
 def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -> HostArray:
-    """Returns the samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
+    """Return the samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
 
     Each epoch is a random permutation of all samples, a function only of the seed and the position.
     """
     for name, value in (("steps", steps), ("batch", batch), ("samples", samples)):
         check_count(name, value)
     if seed < 0 or start < 0:
-        raise InputError("seed", seed, f"and start={start} are not whole numbers of at least 0")
+        raise InputError("seed", f"and start={start} are not whole numbers of at least 0", value=seed)
     first, last = start * batch, (start + steps) * batch
     out = np.empty(last - first, np.int32)
     for epoch in range(first // samples, -(-last // samples)):
@@ -438,14 +441,14 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
 
 
 def step_key(seed: int, step: Array | int) -> Array:
-    """Returns the key of an update's random choices."""
+    """Return the key of an update's random choices."""
     if isinstance(step, int) and step < 0:
-        raise InputError("step", step, "is not a whole number of at least 0")
+        raise InputError("step", "is not a whole number of at least 0", value=step)
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
 def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
-    """Computes the learning rate: linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
+    """Compute the learning rate: linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
     step, steps = step.astype(jnp.float32), steps.astype(jnp.float32)
     rise = jnp.minimum(1.0, (step + 1.0) / max(plan.warmup, 1))
     part = jnp.clip((step - plan.warmup) / jnp.maximum(steps - plan.warmup, 1.0), 0.0, 1.0)
@@ -453,7 +456,7 @@ def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
 
 
 def _optimizer(plan: Plan) -> Any:
-    """Returns AdamW without learning rate, which depends on the number of steps, a runtime argument."""
+    """Return AdamW without learning rate, which depends on the number of steps, a runtime argument."""
     try:
         import optax
     except ImportError as error:
@@ -472,7 +475,7 @@ def _optimizer(plan: Plan) -> Any:
 def _update(
     state: TrainState, samples: Any, shared: Any, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes an update from samples [accumulate, B, ...]; also returns the values to log."""
+    """Make an update from samples [accumulate, B, ...]; also return the values to log."""
     key = step_key(plan.seed, state.step)
     value_and_gradient = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda leaf: leaf[0], samples)
@@ -508,11 +511,11 @@ def _update(
 
 
 def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan, mesh: Mesh) -> Program:
-    """Compiles ``(state, samples [chunk, accumulate, B, ...], shared, steps, count) -> (state, means of the logged
+    """Compile ``(state, samples [chunk, accumulate, B, ...], shared, steps, count) -> (state, means of the logged
     values)``, which makes the first ``count`` updates of a chunk.
 
-    The input state is donated. A chunk of steps is a single program, so that the device never waits for Python; and as
-    ``count`` is data, a step has the same numbers wherever a chunk ends.
+    The input state is donated. A chunk of steps is a single program, so that the device never waits for Python.
+    ``count`` is an input, so that a step has the same numbers wherever a chunk ends.
     """
     everywhere = replicated(mesh)
 
@@ -548,7 +551,7 @@ def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan,
 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, chunk: Any, shared: Any) -> int:
-    """Returns the number of steps that fit into ``plan.minutes``, by timing a chunk whose result is discarded."""
+    """Return the number of steps that fit into ``plan.minutes``, by timing a chunk whose result is discarded."""
     seconds = []
     for _ in range(2):
         copy = jax.tree.map(jnp.copy, state)
@@ -559,12 +562,12 @@ def _steps_in(plan: Plan, program: Any, state: TrainState, chunk: Any, shared: A
 
 
 def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
-    """Returns the settings that must not change when a run is resumed."""
+    """Return the settings that must not change when a run is resumed."""
     return {name: value for name, value in asdict(plan).items() if name != "chunk"} | {"samples": samples}
 
 
 def is_longer(path: Path, plan: Plan) -> bool:
-    """Returns whether ``plan`` has more steps than the run of a state file, and the same learning rate in those before.
+    """Return whether ``plan`` has more steps than the run of a state file, and the same learning rate in those before.
 
     Raises:
         InputError: it has more steps, and another learning rate in those before.
@@ -575,15 +578,14 @@ def is_longer(path: Path, plan: Plan) -> bool:
     if plan.final != 1:
         raise InputError(
             "steps",
-            NO_VALUE,
             f"was {old}, now {plan.steps}: a run whose learning rate falls until the last step cannot be made longer",
-            "choose another folder",
+            cure="choose another folder",
         )
     return True
 
 
 def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | None = None) -> None:
-    """Raises InputError if a state file was written with another plan or other data; a plan may be longer."""
+    """Raise InputError if a state file was written with another plan or other data; a plan may be longer."""
     # Compares values as JSON stores them; fields missing in files of earlier versions had these defaults.
     now = json.loads(json.dumps(facts_of(plan, samples) | dict(about or {})))
     old = {"accumulate": 1, "rates": {}} | read_facts(path)
@@ -593,7 +595,7 @@ def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | 
     if changed:
         (name, first), *others = changed.items()
         cure = [*(f"{{{name}}} {words}" for name, words in others), f"use the same as in {path}, or another folder"]
-        raise InputError(name, NO_VALUE, first, "; ".join(cure))
+        raise InputError(name, first, cure="; ".join(cure))
 
 
 def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -603,7 +605,7 @@ def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """Reads the lines of a log, without a last line that is incomplete because the process was killed."""
+    """Read the lines of a log, without a last line that is incomplete because the process was killed."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
@@ -614,7 +616,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def _cut_log(path: Path, done: int) -> None:
-    """Removes the lines that were logged after the state from which the run resumes."""
+    """Remove the lines that were logged after the state from which the run resumes."""
     if path.is_file():
         kept = [line for line in read_log(path) if line["step"] <= done]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

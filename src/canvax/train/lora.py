@@ -18,7 +18,7 @@ from canvax.settings import check_all
 from canvax.train import low_rank
 from canvax.train.settings import TASKS, LoraRecord
 from canvax.train.state import in_dtype
-from canvax.train.task import FILE_CAPTIONS, PLAN, Start, Subject, Training, train
+from canvax.train.task import FILE_CAPTIONS, PLAN, InitialState, Subject, Training, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
@@ -33,7 +33,7 @@ _BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "st
 
 @dataclass(frozen=True)
 class Lora(LoraRecord):
-    """The ``Aim`` of training a LoRA.
+    """The ``TrainingTask`` of training a LoRA.
 
     Attributes:
         rank: rank of the factors.
@@ -74,26 +74,28 @@ class Lora(LoraRecord):
         return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate or 0.0) if has_rate else {}
 
     def files(self, folder: Path) -> Sequence[Path]:
-        """Returns the path of the LoRA file."""
+        """Return the path of the LoRA file."""
         return [folder / (FILE if self.names == "peft" else f"{folder.resolve().name}.safetensors")]
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuses what only Stable Diffusion has; reads the factors to begin with."""
+        """Refuse what only Stable Diffusion has; read the factors to begin with."""
         if model.networks.denoiser.component != "unet":
             if self.text:
-                raise InputError("text", True, f"is for CLIP, and {model.name} reads a language model", "leave it out")
+                raise InputError(
+                    "text", f"is for CLIP, and {model.name} reads a language model", cure="leave it out", value=True
+                )
             if self.names != "peft":
                 cure = "give {names='peft'}"
-                raise InputError("names", self.names, f"is not there for {model.family.name} models", cure)
+                raise InputError("names", f"is not there for {model.family.name} models", cure=cure, value=self.names)
         if self.start is not None:
             self._factors(model, training)
 
     def exact(self, model: Model) -> Collection[str]:
-        """Returns no component: the factors are new."""
+        """Return no component: the factors are new."""
         return ()
 
-    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Makes the factors; the whole model is frozen, in the dtype of the computation."""
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> InitialState:
+        """Make the factors; the whole model is frozen, in the dtype of the computation."""
         factors = self._factors(model, training)
         denoiser = model.networks.denoiser.component
         texts = () if model.networks.unet is None else model.text.names  # a transformer's are encoded before
@@ -103,14 +105,14 @@ class Lora(LoraRecord):
         def assemble(trained: Params, frozen: Params) -> Params:
             return low_rank.with_factors(trained, frozen, chosen, scale=self.scale)
 
-        return Start(factors, frozen, assemble)
+        return InitialState(factors, frozen, assemble)
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
-        """Returns the parameters with the factors merged into them."""
+        """Return the parameters with the factors merged into them."""
         return low_rank.merged(trained, params, self._targets(model), scale=self.scale)
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the LoRA file, with the model it was trained for in its metadata."""
+        """Write the LoRA file, with the model it was trained for in its metadata."""
         denoiser = model.networks.denoiser
         base = _BASES.get(denoiser.cfg.cross_attention_dim, "") if isinstance(denoiser, UNetDenoiser) else ""
         title = self.title or target.parent.name
@@ -134,7 +136,7 @@ class Lora(LoraRecord):
         return target
 
     def _factors(self, model: Model, training: Training) -> Params:
-        """Makes new factors, or reads those of ``start``."""
+        """Make new factors, or read those of ``start``."""
         chosen = self._targets(model)
         if self.start is None:
             return low_rank.new_factors(chosen, self.rank, training.plan.seed)
@@ -158,5 +160,5 @@ def train_lora(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains a LoRA; for arguments, result and errors see ``canvax.train.task.train``."""
+    """Train a LoRA; for arguments, result and errors see ``canvax.train.task.train``."""
     return train(training, lora, mesh, subject=subject, deadline=deadline, say=say)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.adapters import NotLowRank, low_rank
-from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
+from canvax.errors import InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
-from canvax.params import Axis, Param, Params, Spec, flatten, halves_first, pairs_together
+from canvax.params import Axis, Param, Params, Spec, copied, flatten, halves_first, pairs_together
 from canvax.quantize import SCALE, quantize
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -27,7 +27,7 @@ from canvax.weights.location import Location
 from canvax.weights.lora import read_adapter
 from canvax.weights.open import LORA_FILES, find_adapter
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
 from canvax.weights.save import narrowed
 
 LAYERS: Mapping[str, str] = {
@@ -67,7 +67,7 @@ class Layer:
         return *kernel, inputs, sum(shape[-1] for shape in shapes)
 
     def split(self, pair: Mapping[str, Any]) -> Iterator[tuple[str, Param, Any, Any]]:
-        """Yields name, declaration, ``down`` and ``up`` of each weight."""
+        """Yield name, declaration, ``down`` and ``up`` of each weight."""
         end = 0
         for name, param in self.parts.items():
             begin, end = end, end + param.shape[-2 if self.axis else -1]
@@ -80,7 +80,7 @@ Targets = dict[str, dict[str, Layer]]
 
 
 def targets(specs: Mapping[str, Spec], layers: str, stacks: Sequence[Rule] = ()) -> Targets:
-    """Selects the layers of these components that get factors.
+    """Select the layers of these components that get factors.
 
     Args:
         specs: of the components.
@@ -88,7 +88,7 @@ def targets(specs: Mapping[str, Spec], layers: str, stacks: Sequence[Rule] = ())
         stacks: the layers of a transformer that diffusers stores as one.
     """
     if layers not in LAYERS:
-        raise InputError("layers", layers, "is not known", nearest(layers, list(LAYERS)))
+        raise InputError("layers", "is not known", cure=nearest(layers, list(LAYERS)), value=layers)
     return {component: dict(_targets(spec, layers, Names(stacks))) for component, spec in specs.items()}
 
 
@@ -101,7 +101,7 @@ def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Laye
     whole = {
         name: Layer({part: declared[part] for part in parts}, rule.axis)
         for module in declared
-        for name, parts, rule in stacks.theirs(module)
+        for name, parts, rule in stacks.external(module)
     }
     stacked = {part for layer in whole.values() for part in layer.parts}
     whole |= {module: Layer({module: param}) for module, param in declared.items() if module not in stacked}
@@ -115,13 +115,13 @@ def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Laye
 
 
 def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
-    """Makes factors ``{component: {layer: {"down", "up"}}}`` that have no effect yet: ``up`` is zero.
+    """Make factors ``{component: {layer: {"down", "up"}}}`` that have no effect yet: ``up`` is zero.
 
     ``down`` is uniform with a variance of 1 / (3 x inputs), as in the original code and PEFT.
     """
     check_count("rank", rank)
     if seed < 0:
-        raise InputError("seed", seed, "is not a whole number of at least 0")
+        raise InputError("seed", "is not a whole number of at least 0", value=seed)
     rng = np.random.default_rng(seed)
 
     def new_pair(layer: Layer) -> dict[str, HostArray]:
@@ -134,7 +134,7 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
 
 
 def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets, rank: int, *, scale: float) -> Params:
-    """Reads the factors of a LoRA file, to train it further.
+    """Read the factors of a LoRA file, to train it further.
 
     Args:
         source: a file, a folder or a Hub id.
@@ -155,7 +155,7 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
         component, name = sorted(parts.keys() ^ wanted)[0]
         has = "has" if (component, name) in parts else "lacks"
         problem = f"{has} factors of {component}.{name}"
-        raise InputError("start", source, problem, "give the {layers} and {text} that it was trained with")
+        raise InputError("start", problem, cure="give the {layers} and {text} that it was trained with", value=source)
     factors: Params = {component: {} for component in chosen}
     for component, of in chosen.items():
         for name, layer in of.items():
@@ -165,9 +165,11 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
                 try:
                     down, up = low_rank(replace(part, scale=part.scale / scale), param.checkpoint_shapes[0])
                 except NotLowRank as error:
-                    raise InputError("start", source, f"cannot be trained further: {error}", "give a LoRA") from None
+                    raise InputError(
+                        "start", f"cannot be trained further: {error}", cure="give a LoRA", value=source
+                    ) from None
                 if len(down) != rank:
-                    raise InputError("rank", rank, f"is not that of {source}", f"give {{rank={len(down)}}}")
+                    raise InputError("rank", f"is not that of {source}", cure=f"give {{rank={len(down)}}}", value=rank)
                 down = down.transpose(2, 3, 1, 0) if len(param.shape) == 4 else down.reshape(rank, -1).T
                 pairs.append((down, (halves_first(up, param.pairs) if param.pairs else up).T))
             factors[component][name] = _joined(layer, pairs, source)
@@ -175,21 +177,23 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
 
 
 def _joined(layer: Layer, pairs: Sequence[tuple[HostArray, HostArray]], source: str | Path) -> dict[str, HostArray]:
-    """Returns the factors of a layer from those of its weights."""
+    """Return the factors of a layer from those of its weights."""
     downs, ups = zip(*pairs, strict=True)
-    if any(not np.array_equal(one, other) for one, other in pairwise(ups if layer.axis else downs)):
-        raise InputError("start", source, f"has different factors for {', '.join(layer.parts)}", "give another LoRA")
+    if any(not np.array_equal(first, other) for first, other in pairwise(ups if layer.axis else downs)):
+        raise InputError(
+            "start", f"has different factors for {', '.join(layer.parts)}", cure="give another LoRA", value=source
+        )
     down = np.concatenate(downs) if layer.axis else downs[0]
     up = ups[0] if layer.axis else np.concatenate(ups, axis=1)
     return {"down": np.ascontiguousarray(down, np.float32), "up": np.ascontiguousarray(up, np.float32)}
 
 
 def with_factors(factors: Params, params: Params, chosen: Targets, *, scale: float) -> Params:
-    """Returns the parameters with the factors added to the layers, in the form that ``canvax.nn`` reads."""
+    """Return the parameters with the factors added to the layers, in the form that ``canvax.nn`` reads."""
     result = dict(params)
     _check_factors(factors, params)
     for component, of in factors.items():
-        tree = _copied(params[component])
+        tree = copied(params[component])
         for name, pair in of.items():
             for part, _, down, up in chosen[component][name].split(pair):
                 _layer(tree, part)[LOW_RANK] = {"down": down, "up": up * scale}
@@ -198,14 +202,14 @@ def with_factors(factors: Params, params: Params, chosen: Targets, *, scale: flo
 
 
 def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) -> Params:
-    """Returns the parameters with the factors merged into the weights, as a pipeline's programs need them.
+    """Return the parameters with the factors merged into the weights, as a pipeline's programs need them.
 
     8-bit weights are rounded to 8 bits again.
     """
     _check_factors(factors, params)
     result = dict(params)
     for component, of in factors.items():
-        tree = _copied(params[component])
+        tree = copied(params[component])
         for name, pair in of.items():
             for part, _, down, up in chosen[component][name].split(pair):
                 layer = _layer(tree, part)
@@ -224,29 +228,18 @@ def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) ->
 
 
 def _check_factors(factors: Params, of: Mapping[str, Any]) -> None:
-    """Refuses factors in a form other than that of ``new_factors``, or of components that are not in ``of``."""
+    """Refuse factors in a form other than that of ``new_factors``, or of components that are not in ``of``."""
     for component, layers in factors.items():
         if not isinstance(layers, Mapping) or not all(
             isinstance(pair, Mapping) and {"down", "up"} <= pair.keys() for pair in layers.values()
         ):
             raise InputError(
-                "factors",
-                NO_VALUE,
-                f"has {component!r}: {shown(layers)}, which are no factors",
-                "new_factors makes them",
+                "factors", f"has {component!r}: {shown(layers)}, which are no factors", cure="new_factors makes them"
             )
         if not isinstance(of.get(component), Mapping):
             raise InputError(
-                "factors",
-                NO_VALUE,
-                f"are of {component!r}, and there is none",
-                nearest(component, list(of) or ["unet"]),
+                "factors", f"are of {component!r}, and there is none", cure=nearest(component, list(of) or ["unet"])
             )
-
-
-def _copied(tree: Params) -> Params:
-    """Copies the dicts of a tree, but not the arrays."""
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _layer(tree: Params, name: str) -> Params:
@@ -265,23 +258,23 @@ def write_factors(
     dtype: DType = "float32",
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a LoRA file for PyTorch diffusers and PEFT (``names`` "peft"), or for kohya's tools and A1111 ("kohya").
+    """Write a LoRA file for PyTorch diffusers and PEFT (``names`` "peft"), or for kohya's tools and A1111 ("kohya").
 
-    The change of a weight is alpha / rank x up down. Names of kohya are for Stable Diffusion alone.
+    The change of a weight is alpha / rank x up down. Only Stable Diffusion has names of kohya.
     """
     dtype = parse_dtype(dtype)
     if names not in FORMATS:
-        raise InputError("names", names, "is not known", nearest(names, FORMATS))
+        raise InputError("names", "is not known", cure=nearest(names, FORMATS), value=names)
     _check_factors(factors, chosen)
     if not any(factors.values()):
-        raise InputError("factors", {}, "holds none", "new_factors makes them")
-    outgoing: list[Outgoing] = []
+        raise InputError("factors", "holds none", cure="new_factors makes them", value={})
+    to_save: list[ArrayToSave] = []
     for component, of in factors.items():
         for name, pair in of.items():
             down, up = stored(chosen[component][name], pair)
             for key, array in _named(component, name, {"down": down, "up": up}, alpha, names, len(factors)):
                 array = array if key.endswith(".alpha") else narrowed(array, dtype)
-                outgoing.append(Outgoing(key, array.shape, array.dtype, partial(np.asarray, array)))
+                to_save.append(ArrayToSave(key, array.shape, array.dtype, partial(np.asarray, array)))
     rank = next(iter(next(iter(factors.values())).values()))["up"].shape[0]
     text = {"format": "pt", **metadata}
     if names == "peft":
@@ -289,11 +282,11 @@ def write_factors(
     else:
         text |= {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_safetensors(path, outgoing, text)
+    write_safetensors(path, to_save, text)
 
 
 def stored(layer: Layer, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:
-    """Converts both factors to the layout of files: (r, in, kh, kw) and (out, r, 1, 1), or (r, in) and (out, r)."""
+    """Convert both factors to the layout of files: (r, in, kh, kw) and (out, r, 1, 1), or (r, in) and (out, r)."""
     down = np.asarray(pair["down"], np.float32)
     down = np.ascontiguousarray(down.transpose(3, 2, 0, 1) if down.ndim == 4 else down.T)
     ups = [pairs_together(up.T, param.pairs) if param.pairs else up.T for _, param, _, up in layer.split(pair)]
@@ -317,7 +310,7 @@ def _named(
 
 
 def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) -> dict[str, Any]:
-    """Returns the settings that PEFT needs to create the layers."""
+    """Return the settings that PEFT needs to create the layers."""
     settings: dict[str, Any] = {}
     for component in factors:
         settings[f"{component}.r"], settings[f"{component}.lora_alpha"] = rank, alpha

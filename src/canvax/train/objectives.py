@@ -15,7 +15,7 @@ from canvax.weights.cast import parse_dtype
 
 
 def check_trainable(schedule: NoiseSchedule) -> None:
-    """Refuses models whose noise this module does not implement.
+    """Refuse models whose noise this module does not implement.
 
     Raises:
         InputError: it has EDM preconditioning, or no numbered timesteps.
@@ -28,13 +28,13 @@ def check_trainable(schedule: NoiseSchedule) -> None:
 
 
 def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
-    """Returns x_t of the forward process (Ho et al. 2020, eq. 4); ``alphas_cumprod`` is a_t of each image [B]."""
+    """Return x_t of the forward process (Ho et al. 2020, eq. 4); ``alphas_cumprod`` is a_t of each image [B]."""
     a = alphas_cumprod[:, None, None, None]
     return jnp.sqrt(a) * x0 + jnp.sqrt(1.0 - a) * noise
 
 
 def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: str) -> Array:
-    """Returns the training target of a diffusion: eps, v (Salimans and Ho 2022, section 4) or x0."""
+    """Return the training target of a diffusion: eps, v (Salimans and Ho 2022, section 4) or x0."""
     a = alphas_cumprod[:, None, None, None]
     if prediction_type == "epsilon":
         return noise
@@ -44,13 +44,13 @@ def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: s
 
 
 def flow(x0: Array, noise: Array, t: Array) -> tuple[Array, Array]:
-    """Returns x_t of a rectified flow, (1 - t) x_0 + t eps, and its velocity eps - x_0 (Liu et al. 2022); t is [B]."""
+    """Return x_t of a rectified flow, (1 - t) x_0 + t eps, and its velocity eps - x_0 (Liu et al. 2022); t is [B]."""
     t = t[:, None, None, None]
     return (1.0 - t) * x0 + t * noise, noise - x0
 
 
 def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
-    """Returns the weight of the loss at each training timestep [num_train_timesteps] float32; 1 if ``gamma`` is None.
+    """Return the weight of the loss at each training timestep [num_train_timesteps] float32; 1 if ``gamma`` is None.
 
     Flow models are trained without these weights.
 
@@ -61,7 +61,7 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     """
     a = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
     if gamma is not None and schedule.is_flow:
-        raise InputError("gamma", gamma, "is for diffusions, and the model is a flow", "give None")
+        raise InputError("gamma", "is for diffusions, and the model is a flow", cure="give None", value=gamma)
     if gamma is None:
         return jnp.ones_like(a)
     snr = a / jnp.maximum(1.0 - a, 1e-8)
@@ -73,7 +73,7 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
 
 
 def squared_error(output: Array, target: Array, mask: Array | None = None) -> Array:
-    """Returns the mean squared error of each image [B], in float32.
+    """Return the mean squared error of each image [B], in float32.
 
     A mask [B, h, w] multiplies the error of each position. The mean is over all positions, masked or not, as in other
     trainers: an image with a small unmasked part counts less.
@@ -85,7 +85,7 @@ def squared_error(output: Array, target: Array, mask: Array | None = None) -> Ar
 def autoencoder_loss(
     p: Params, images: Array, noise: Array, cfg: VaeConfig, *, kl: float, edges: float
 ) -> tuple[Array, dict[str, Array]]:
-    """Computes reconstruction loss plus KL divergence to the standard normal (Kingma and Welling 2014, appendix B).
+    """Compute reconstruction loss plus KL divergence to the standard normal (Kingma and Welling 2014, appendix B).
 
     Args:
         p: parameters of the autoencoder.
@@ -108,7 +108,7 @@ def autoencoder_loss(
 
 
 def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Array, Array]:
-    """Returns mse + ``edges`` x the mean absolute error of differences between neighbouring pixels; and the mse."""
+    """Return mse + ``edges`` x the mean absolute error of differences between neighbouring pixels; and the mse."""
     error = decoded.astype(jnp.float32) - images.astype(jnp.float32)
     mse = jnp.square(error).mean()
     outline = jnp.abs(jnp.diff(error, axis=1)).mean() + jnp.abs(jnp.diff(error, axis=2)).mean()
@@ -116,7 +116,7 @@ def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Ar
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts parameters to the dtype of the computation; gradients have the dtype of the original parameters.
+    """Cast parameters to the dtype of the computation; gradients have the dtype of the original parameters.
 
     8-bit weights and their scales stay as they are.
     """

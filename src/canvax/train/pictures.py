@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from canvax.call import MAX_SIDE
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, warn
+from canvax.errors import HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.types import HostArray
@@ -76,17 +76,17 @@ class Pictures:
         return len(self.pixels)
 
     def select(self, chosen: Sequence[int]) -> Pictures:
-        """Returns the chosen images, in this order."""
-        which = list(chosen)
-        if other := [i for i in which if not -len(self) <= i < len(self)]:
-            raise InputError("chosen", NO_VALUE, f"has {other[0]}, which is not one of the {len(self)} pictures")
+        """Return the chosen images, in this order."""
+        indices = list(chosen)
+        if other := [i for i in indices if not -len(self) <= i < len(self)]:
+            raise InputError("chosen", f"has {other[0]}, which is not one of the {len(self)} pictures")
         return Pictures(
-            self.pixels[which],
-            [self.captions[i] for i in which],
-            [self.rows[i] for i in which],
-            self.frames[which],
-            None if self.control is None else self.control[which],
-            None if self.masks is None else self.masks[which],
+            self.pixels[indices],
+            [self.captions[i] for i in indices],
+            [self.rows[i] for i in indices],
+            self.frames[indices],
+            None if self.control is None else self.control[indices],
+            None if self.masks is None else self.masks[indices],
         )
 
     @property
@@ -95,7 +95,7 @@ class Pictures:
         return 0 if self.masks is None else sum(_MASK_FILE in row for row in self.rows)
 
     def digest(self) -> str:
-        """Returns a short hash of images, captions, control images and masks."""
+        """Return a short hash of images, captions, control images and masks."""
         digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         digest.update(json.dumps([list(texts) for texts in self.captions]).encode())
         for arrays in (self.control, self.masks):
@@ -104,7 +104,7 @@ class Pictures:
         return digest.hexdigest()[:16]
 
     def split(self, name: str) -> Pictures:
-        """Returns the images whose column ``split`` is ``name``; the default is "train"."""
+        """Return the images whose column ``split`` is ``name``; the default is "train"."""
         return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") == name])
 
 
@@ -118,7 +118,7 @@ def read_pictures(
     masked: bool = False,
     limit: int | None = None,
 ) -> Pictures:
-    """Reads captioned images, each resized to cover ``size`` x ``size`` pixels and cropped to its centre.
+    """Read captioned images, each resized to cover ``size`` x ``size`` pixels and cropped to its centre.
 
     Args:
         source: a folder, or a zip file of a folder.
@@ -135,11 +135,11 @@ def read_pictures(
     """
     source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
-        raise InputError("size", size, "is too small", "give the pixels of a side, such as 512")
+        raise InputError("size", "is too small", cure="give the pixels of a side, such as 512", value=size)
     if limit is not None:
         check_count("limit", limit)
     if isinstance(captions, str):
-        raise InputError("captions", captions, "is a text", f"give a list of captions, [{captions!r:.40}]")
+        raise InputError("captions", "is a text", cure=f"give a list of captions, [{captions!r:.40}]", value=captions)
     files = _Files(source)
     if captions:
         mask_files = {row["file_name"]: row[_MASK_FILE] for row in _tables(files, source, None) if _MASK_FILE in row}
@@ -151,13 +151,13 @@ def read_pictures(
                 row[_MASK_FILE] = mask_files[row["file_name"]]
         if not rows:
             raise InputError(
-                "pictures", source, "holds no pictures", f"files that end in {', '.join(SUFFIXES)} are read"
+                "pictures", "holds no pictures", cure=f"files that end in {', '.join(SUFFIXES)} are read", value=source
             )
     else:
         rows = (_tables(files, source, caption_column) or _with_text_files(files, source, caption_column))[:limit]
     if not rows:
         needs = f"it needs {' or '.join(TABLES)}, or .txt beside pictures that end in {', '.join(SUFFIXES)}"
-        raise InputError("pictures", source, "holds no captioned pictures", needs)
+        raise InputError("pictures", "holds no captioned pictures", cure=needs, value=source)
     repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
     if repeated:
         first = sorted(repeated)[0]
@@ -183,7 +183,7 @@ def read_pictures(
 
 
 def check_apart(source: str | Path, folder: Path) -> None:
-    """Raises InputError if ``folder`` is inside the folder of training images, unless a table lists the images.
+    """Raise InputError if ``folder`` is inside the folder of training images, unless a table lists the images.
 
     Images generated there would otherwise be read as training images.
     """
@@ -191,14 +191,14 @@ def check_apart(source: str | Path, folder: Path) -> None:
     if Path(where).is_relative_to(pictures) and not any(Path(pictures, table).is_file() for table in TABLES):
         raise InputError(
             "folder",
-            folder,
             "lies in that of the pictures, and images that are generated there would be read as some",
-            "choose another one",
+            cure="choose another one",
+            value=folder,
         )
 
 
 def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:
-    """Returns the path of an image's control image, which is relative to the folder of the table."""
+    """Return the path of an image's control image, which is relative to the folder of the table."""
     name = row.get(column)
     if not isinstance(name, str) or not name:
         known = ", ".join(sorted(row.keys() - {"table"}))
@@ -216,19 +216,21 @@ class _Files:
             try:
                 self.archive = zipfile.ZipFile(source)
             except zipfile.BadZipFile as error:
-                raise InputError("pictures", source, "is neither a folder nor a zip file") from error
+                raise InputError("pictures", "is neither a folder nor a zip file", value=source) from error
             names = self.archive.namelist()
             self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
             try:
-                there = list(islice(source.rglob("*"), _MOST_FILES + 1))
-                self.names = sorted(path.relative_to(source).as_posix() for path in there if path.is_file())
+                paths = list(islice(source.rglob("*"), _MOST_FILES + 1))
+                self.names = sorted(path.relative_to(source).as_posix() for path in paths if path.is_file())
             except OSError as error:
-                raise InputError("pictures", source, f"cannot be read ({error})") from None
-            if len(there) > _MOST_FILES:
-                raise InputError("pictures", source, f"holds more than {_MOST_FILES} files", "is it this folder?")
+                raise InputError("pictures", f"cannot be read ({error})", value=source) from None
+            if len(paths) > _MOST_FILES:
+                raise InputError(
+                    "pictures", f"holds more than {_MOST_FILES} files", cure="is it this folder?", value=source
+                )
         else:
-            raise InputError("pictures", source, "is no folder or zip file that is there")
+            raise InputError("pictures", "is no folder or zip file that is there", value=source)
         self._known = frozenset(self.names)
 
     def read(self, name: str) -> bytes:
@@ -244,14 +246,14 @@ class _Files:
 
 
 def _pictures(files: _Files) -> list[str]:
-    """Returns the names of all images whose names are not those of masks."""
+    """Return the names of all images whose names are not those of masks."""
     return [name for name in files.names if name.lower().endswith(SUFFIXES) and not name.lower().endswith(MASK_ENDING)]
 
 
 def _masks(
     files: _Files, source: Path, rows: Sequence[dict[str, Any]], frames: HostArray, size: int
 ) -> HostArray | None:
-    """Reads masks [N, size, size] uint8, or None if there are none; sets ``_MASK_FILE`` in the rows with a mask."""
+    """Read masks [N, size, size] uint8, or None if there are none; sets ``_MASK_FILE`` in the rows with a mask."""
     by_stem = {name[: -len(MASK_ENDING)]: name for name in files.names if name.lower().endswith(MASK_ENDING)}
     masks = None
     for i, row in enumerate(rows):
@@ -278,7 +280,7 @@ def _masks(
 
 
 def _tables(files: _Files, source: Path, column: str | None) -> list[dict[str, Any]]:
-    """Reads and checks the rows of all tables; [] if there is no table. Without ``column`` captions are not read."""
+    """Read and check the rows of all tables; [] if there is no table. Without ``column`` captions are not read."""
     tables: dict[PurePosixPath, str] = {}
     for name in (name for name in files.names if PurePosixPath(name).name in TABLES):
         if (other := tables.setdefault(PurePosixPath(name).parent, name)) != name:
@@ -301,7 +303,7 @@ def _of_json(number: int, line: str) -> Any:
 
 
 def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, column: str | None) -> list[dict[str, Any]]:
-    """Reads the rows of a table. File names are relative to its folder, whose name can be that of a split."""
+    """Read the rows of a table. File names are relative to its folder, whose name can be that of a split."""
     try:
         text = files.read(table).decode("utf-8-sig")
         if table.endswith(".csv"):
@@ -357,15 +359,15 @@ def _check_caption(row: dict[str, Any], column: str, table: str, number: int) ->
 
 
 def _with_text_files(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
-    """Returns rows for images with captions in .txt files of the same names."""
+    """Return rows for images with captions in .txt files of the same names."""
     texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.lower().endswith(".txt")}
     pictures = _pictures(files)
     if texts and column != CAPTION:
         raise InputError(
             "caption_column",
-            column,
             f"is not read: {source} has no {' or '.join(TABLES)}, and .txt files have no columns",
-            "leave it out, or write a table",
+            cure="leave it out, or write a table",
+            value=column,
         )
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:
@@ -391,7 +393,7 @@ def _opened(data: bytes, name: str, turned: Callable[[Image.Image], Image.Image]
 
 
 def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, int, int, int]]:
-    """Resizes and crops an image to [size, size, 3] uint8, with transparent parts on white; also returns its frame."""
+    """Resize and crop an image to [size, size, 3] uint8, with transparent parts on white; also return its frame."""
     picture = _opened(data, name, upright_rgb)
     width, height = picture.size
     grown = size / min(width, height)

@@ -19,12 +19,12 @@ class Progress:
         self._shown = -60.0
 
     def begin(self, steps: int, batch: int, done: int) -> None:
-        """Starts counting ``steps`` of ``batch`` samples, of which ``done`` are already done."""
+        """Start counting ``steps`` of ``batch`` samples, of which ``done`` are already done."""
         self.steps, self.batch = steps, batch
         self._first, self._began = done, time.monotonic()
 
     def advance(self, done: int, loss: float) -> None:
-        """Reports that ``done`` steps are done in total."""
+        """Report that ``done`` steps are done in total."""
         now = time.monotonic()
         if now - self._shown < (0.5 if self._terminal else 60.0) and done < self.steps:
             return
@@ -36,17 +36,17 @@ class Progress:
         self._write(f"\r{text:<100}" if self._terminal else f"{text}\n")
 
     def say(self, what: str) -> None:
-        """Writes a separate line, before the first step."""
+        """Write a separate line, before the first step."""
         self._write(f"{self.name}: {what}\n")
 
     def close(self) -> None:
-        """Ends the line."""
+        """End the line."""
         if self._terminal:
             self._write("\n")
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration: "2 h 05 min", "3 min 10 s"."""
+    """Format a duration: "2 h 05 min", "3 min 10 s"."""
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:

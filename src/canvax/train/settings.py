@@ -108,8 +108,9 @@ class TrainingRecord:
         flags=("--preview", "--validation-prompt"),
     )  # fmt: skip
     preview_steps: int | None = setting(
-        None, "steps between previews", low=1, high=_MOST_STEPS, unset="every 15 minutes", requires="prompts='a cat'",
-        metavar="N", flags=("--preview-every", "--validation-steps", "--sample-every-n-steps"),
+        None, "steps between previews", low=1, high=_MOST_STEPS, unset="every 15 minutes",
+        error_without="prompts='a cat'", metavar="N",
+        flags=("--preview-every", "--validation-steps", "--sample-every-n-steps"),
     )  # fmt: skip
     save_steps: int | None = setting(
         None, "save the weights of every Nth step, as ...-000500", low=1, high=_MOST_STEPS, unset="the last ones alone",
@@ -127,7 +128,7 @@ _TEXT: dict[str, Any] = {
 }  # fmt: skip
 _TEXT_RATE: dict[str, Any] = {
     "default": None, "help": "learning rate of the text encoders", "low": 0, "high": 1000, "above": True,
-    "cure": "1e-5 is usual", "unset": "the same", "requires": "text=True", "metavar": "RATE",
+    "cure": "1e-5 is usual", "unset": "the same", "error_without": "text=True", "metavar": "RATE",
     "flags": ("--text-lr", "--text-encoder-lr"),
 }  # fmt: skip
 _SAVE_DTYPE: dict[str, Any] = {"default": "float32", "help": "dtype of the saved weights", "metavar": "DTYPE"}
@@ -135,7 +136,7 @@ _SAVE_DTYPE: dict[str, Any] = {"default": "float32", "help": "dtype of the saved
 
 @dataclass(frozen=True)
 class WholeRecord:
-    """The fields of ``canvax.train.finetune.Whole``."""
+    """The fields of ``canvax.train.finetune.FullFinetune``."""
 
     text: bool = setting(**_TEXT)
     text_rate: float | None = setting(**_TEXT_RATE)
@@ -177,16 +178,16 @@ class InstanceRecord:
         None, '"a photo of a dog"; with it, prior preservation', metavar="PROMPT",
     )  # fmt: skip
     class_pictures: Any = setting(
-        None, "images of the class; what is lacking is generated", requires="class_prompt='a photo of a dog'",
+        None, "images of the class; what is lacking is generated", error_without="class_prompt='a photo of a dog'",
         unset="class in the folder of the run", metavar="FOLDER", flags=("--class-images", "--class-data-dir"),
     )  # fmt: skip
     count: int = setting(
-        100, "images of the class", low=1, high=MOST_IMAGES, requires="class_prompt='a photo of a dog'", metavar="N",
-        flags=("--num-class-images",),
+        100, "images of the class", low=1, high=MOST_IMAGES, error_without="class_prompt='a photo of a dog'",
+        metavar="N", flags=("--num-class-images",),
     )  # fmt: skip
     weight: float = setting(
         1.0, "weight of the loss on images of the class", low=0, high=10**6, above=True, cure="1 is usual",
-        requires="class_prompt='a photo of a dog'", flags=("--prior-weight", "--prior-loss-weight"),
+        error_without="class_prompt='a photo of a dog'", flags=("--prior-weight", "--prior-loss-weight"),
     )  # fmt: skip
     batch: int = setting(4, "class images generated at once", low=1, high=MOST_IMAGES, closed=_NO_FLAG)
 
@@ -206,7 +207,7 @@ class InversionRecord:
 
 @dataclass(frozen=True)
 class WithLora:
-    """What ``canvax train dreambooth`` trains."""
+    """Options of ``canvax train dreambooth``."""
 
     lora: bool = setting(False, "train a LoRA, not the whole UNet")
 
@@ -222,7 +223,7 @@ class WordCaptions:
 
 @dataclass(frozen=True)
 class ControlRecord:
-    """The fields of ``canvax.train.controlnet.Controlling``, and the column of its images."""
+    """The fields of ``canvax.train.controlnet.ControlNetTask``, and the column of its images."""
 
     widths: Sequence[int] | None = setting(
         None, "channels of the network that reads the image", low=1, high=4096, unset="16,32,96,256", metavar="N,N",

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest, shown
+from canvax.errors import CheckpointError, InputError, nearest, shown
 from canvax.params import Params
 from canvax.train.objectives import cast
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
-from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata, write_safetensors
 
 Tree = TypeVar("Tree")
 
@@ -42,7 +42,7 @@ class TrainState:
 
 
 def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
-    """Raises InputError, naming the leaf, if a leaf of a tree is not an array of numbers, or ``trained`` and not of
+    """Raise InputError, naming the leaf, if a leaf of a tree is not an array of numbers, or ``trained`` and not of
     floats."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=(lambda leaf: leaf is None) if trained else None)
     for path, leaf in leaves:
@@ -53,21 +53,21 @@ def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
         if trained and not jnp.issubdtype(dtype, jnp.floating):
             raise InputError(f"{where} holds {dtype}, which has no gradient; give floats")
     if trained and not leaves:
-        raise InputError(name, NO_VALUE, "holds no array: there is nothing to train")
+        raise InputError(name, "holds no array: there is nothing to train")
 
 
 def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
-    """Makes the state before the first step; it copies ``params``, because a step donates its input state."""
+    """Make the state before the first step; it copies ``params``, because a step donates its input state."""
     params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
     average = jax.tree.map(jnp.copy, params) if averaged else None
     return TrainState(jnp.int32(0), params, average, optimizer.init(params))
 
 
 def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
-    """Writes a state, or any tree of arrays, atomically: to a temporary file that is then renamed."""
+    """Write a state, or any tree of arrays, atomically: to a temporary file that is then renamed."""
     check_arrays("state", state)
     arrays = [
-        Outgoing(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
+        ArrayToSave(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
         for name, leaf in _named(state)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Reads the ``facts`` that ``save_state`` wrote."""
+    """Read the ``facts`` that ``save_state`` wrote."""
     try:
         return json.loads(read_metadata(path)["canvax"])
     except (KeyError, ValueError) as error:
@@ -83,7 +83,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def load_state(path: Path, like: Tree) -> Tree:
-    """Reads a tree with the structure, shapes, dtypes and devices of ``like``, a tree of device arrays.
+    """Read a tree with the structure, shapes, dtypes and devices of ``like``, a tree of device arrays.
 
     Raises:
         CheckpointError: the file belongs to another model or optimiser.
@@ -104,7 +104,7 @@ def load_state(path: Path, like: Tree) -> Tree:
 
 
 def _named(state: Any) -> list[tuple[str, Array]]:
-    """Returns every array with its path: ``params.unet.conv_in.weight``, ``optimizer.1.mu.unet.conv_in.weight``."""
+    """Return every array with its path: ``params.unet.conv_in.weight``, ``optimizer.1.mu.unet.conv_in.weight``."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
@@ -114,7 +114,7 @@ def _on_host(leaf: Array) -> HostArray:
 
 
 def on_host(state: Tree) -> Tree:
-    """Copies a tree of device arrays to the host."""
+    """Copy a tree of device arrays to the host."""
     leaves = jax.tree.leaves(state)
     for leaf in leaves:
         leaf.copy_to_host_async()
@@ -124,11 +124,11 @@ def on_host(state: Tree) -> Tree:
 
 
 def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
-    """Casts components of ``params`` in place, so that there is only one copy of each; returns these components."""
+    """Cast components of ``params`` in place, so that there is only one copy of each; return these components."""
     dtype = parse_dtype(dtype)
     for name in names:
         if name not in params:
-            raise InputError("names", NO_VALUE, f"has {name!r}, which params do not have", nearest(name, list(params)))
+            raise InputError("names", f"has {name!r}, which params do not have", cure=nearest(name, list(params)))
         check_arrays(f"params[{name!r}]", params[name])
         params[name] = cast(params[name], dtype)
     return {name: params[name] for name in names}

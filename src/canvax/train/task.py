@@ -1,7 +1,7 @@
 """The procedure shared by every kind of training from a checkpoint.
 
-A kind of training is an ``Aim``, which defines what is trained and how the result is saved. Everything else is here:
-opening the model, reading and encoding images, the loop, previews, and resuming a stopped run.
+A kind of training is a ``TrainingTask``, which defines the trained parameters and how the result is saved. The rest is
+here: opening the model, reading and encoding images, the loop, previews, and resuming a stopped run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.call import LOCATION, PARTS, Load
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_utf8
+from canvax.errors import HintWarning, InputError, check_utf8, needs
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
 from canvax.parallel.memory import available_bytes, gigabytes
-from canvax.parallel.multihost import is_spread, leads, together
+from canvax.parallel.multihost import fail_together, is_main_process, is_spread
 from canvax.params import Params
 from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
@@ -86,16 +86,16 @@ class Training(TrainingRecord):
     def __post_init__(self) -> None:
         check_all(self)
         if self.dtype is not None and parse_dtype(self.dtype) == np.float16:
-            raise InputError("dtype", "float16", "rounds small gradients to 0", "take bfloat16 or float32")
+            raise InputError("dtype", "rounds small gradients to 0", cure="take bfloat16 or float32", value="float16")
         check_kind(self.quantize, trained=True)
         for name in self.loading.keys() - {*LOCATION, "prediction_type", "scheduler"}:
-            raise InputError("loading", name, "is not an argument of loading for training", "leave it out")
+            raise InputError("loading", "is not an argument of loading for training", cure="leave it out", value=name)
         self.source()
         if self.tensorboard is not None:
             check_board(self.tensorboard)
 
     def source(self) -> dict[str, Any]:
-        """Returns the keywords of ``open_model`` that say where the model is and what its files do not say."""
+        """Return the keywords of ``open_model`` that say where the model is and what its files do not say."""
         load = Load(model=self.model, **self.loading)
         return {**load.keywords(LOCATION), "overrides": Overrides.of(**load.keywords(PARTS))}
 
@@ -122,16 +122,17 @@ class Subject:
         for text in (*self.captions, self.prior_caption):
             check_utf8("caption", text)
         if self.prior_weight <= 0:
-            raise InputError("prior_weight", self.prior_weight, "must be more than 0")
-        if self.prior is None and (self.prior_caption or self.prior_weight != 1):
-            raise InputError("prior_caption and prior_weight are of pictures of the class: give their folder, prior")
+            raise InputError("prior_weight", "must be more than 0", value=self.prior_weight)
+        for name, differs in (("prior_caption", self.prior_caption), ("prior_weight", self.prior_weight != 1)):
+            if self.prior is None and differs:
+                raise needs(name, "prior", cure="it is the folder of pictures of the class")
 
 
 FILE_CAPTIONS = Subject()
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class InitialState:
     """The initial state of a training.
 
     Attributes:
@@ -147,7 +148,7 @@ class Start:
     control: ControlNet | None = None
 
 
-class Aim(Protocol):
+class TrainingTask(Protocol):
     """A kind of training.
 
     Attributes:
@@ -174,40 +175,43 @@ class Aim(Protocol):
     def for_transformers(self) -> bool: ...
 
     def files(self, folder: Path) -> Sequence[Path]:
-        """Returns the paths of the result; the first one is written last."""
+        """Return the paths of the result; the first one is written last."""
         ...
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuses, before weights are read, a model that this training does not support."""
+        """Refuse, before weights are read, a model that this training does not support."""
         ...
 
     def exact(self, model: Model) -> Collection[str]:
-        """Returns the components that training or its result begins with, which are read in float32."""
+        """Return the components that training or its result begins with, which are read in float32."""
         ...
 
-    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Returns the initial state. Trained parameters may be removed from ``params``, so that there is one copy."""
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> InitialState:
+        """Return the initial state. Trained parameters may be removed from ``params``, so that there is one copy."""
         ...
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
-        """Returns the parameters for generating previews."""
+        """Return the parameters for generating previews."""
         ...
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the trained parameters, whole or not at all."""
+        """Write the trained parameters, whole or not at all."""
         ...
+
+
+Aim, Start = TrainingTask, InitialState  # former names
 
 
 def train(
     training: Training,
-    aim: Aim,
+    aim: TrainingTask,
     mesh: Mesh,
     *,
     subject: Subject = FILE_CAPTIONS,
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains from a checkpoint, or resumes the run in ``training.folder``, or makes it longer if it is finished.
+    """Train from a checkpoint, or resume the run in ``training.folder``, or make it longer if it is finished.
 
     Args:
         training: the model, the images and the settings.
@@ -255,7 +259,7 @@ def train(
         + _cropped(pictures)
     )
     make_folder(training.folder)  # fails before an hour's work, not after
-    if target.exists() and leads(mesh):  # the result of the run that is made longer
+    if target.exists() and is_main_process(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
     unet, kept = model.networks.denoiser.component == "unet", None
@@ -290,14 +294,14 @@ def train(
         control=start.control,
         prior=subject.prior_weight,
     )
-    board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
+    board = Board(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
     shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
-        with together("saving") if is_spread(mesh) else nullcontext():
-            if leads(mesh) and not path.exists():  # a resumed run has the same weights at the same step
+        with fail_together("saving") if is_spread(mesh) else nullcontext():
+            if is_main_process(mesh) and not path.exists():  # a resumed run has the same weights at the same step
                 aim.save(path, model, params, trained, training)
 
     session = Session(
@@ -320,20 +324,20 @@ def train(
     return target
 
 
-def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
-    """Returns settings that must not change when a run is resumed."""
+def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
+    """Return settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
 
 
 def numbered(target: Path, step: int) -> Path:
-    """Returns the path for the weights of an earlier step: ``a-000500.safetensors`` for ``a.safetensors``."""
+    """Return the path for the weights of an earlier step: ``a-000500.safetensors`` for ``a.safetensors``."""
     return target.with_name(f"{target.stem}-{step:06d}{target.suffix}")
 
 
-def check_folder(training: Training, aim: Aim) -> None:
-    """Raises InputError if the folder is a file, or contains a finished run that ``training`` does not make longer."""
+def check_folder(training: Training, aim: TrainingTask) -> None:
+    """Raise InputError if the folder is a file, or contains a finished run that ``training`` does not make longer."""
     folder, target = training.folder, aim.files(training.folder)[0]
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is a file; choose a folder for the run.")
@@ -342,15 +346,15 @@ def check_folder(training: Training, aim: Aim) -> None:
         if not (state.is_file() and is_longer(state, training.plan)):
             problem = f"{str(target)!r} exists already: this run is finished"
             cure = "choose another folder, or more {steps} at a constant learning rate"
-            raise InputError("", NO_VALUE, problem, cure)
+            raise InputError("", problem, cure=cure)
         if (path := numbered(target, read_facts(state)["total"])).exists():
             raise InputError(f"{str(path)!r} exists already, where {target.name} would be kept; move it away.")
     elif not state.is_file() and (others := list(folder.glob(f"{escape(target.stem)}-{'[0-9]' * 6}{target.suffix}"))):
         raise InputError(f"{str(min(others))!r} is of another run; choose another folder.")
 
 
-def _check_model(training: Training, aim: Aim, model: Model) -> None:
-    """Refuses models that cannot be trained, in general or in this way, and invalid preview prompts."""
+def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
+    """Refuse models that cannot be trained, in general or in this way, and invalid preview prompts."""
     schedule = model.scheduler.schedule
     check_trainable(schedule)
     if training.quantize is not None and not aim.for_transformers:
@@ -358,34 +362,31 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
             f"is for the frozen weights of a LoRA, and {aim.name} has others",
             "leave it out, or train a LoRA",
         )
-        raise InputError("quantize", training.quantize, problem, cure)
+        raise InputError("quantize", problem, cure=cure, value=training.quantize)
     if training.gamma is not None and schedule.is_flow:
-        raise InputError("gamma", training.gamma, f"is not for {model.name}, a flow model", "leave it out")
+        raise InputError("gamma", f"is not for {model.name}, a flow model", cure="leave it out", value=training.gamma)
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
         problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
-        raise InputError("model", training.model, problem, "train a LoRA")
+        raise InputError("model", problem, cure="train a LoRA", value=training.model)
     if model.networks.denoiser.component == "unet" and model.unet.in_channels != model.vae.latent_channels:
         raise InputError(
             "model",
-            NO_VALUE,
             f"has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained yet",
-            f"take one of {model.vae.latent_channels}",
+            cure=f"take one of {model.vae.latent_channels}",
         )
     if model.networks.embeds_guidance:
-        raise InputError(
-            "model", NO_VALUE, "was distilled to take its guidance scale as an input, which cannot be trained yet"
-        )
+        raise InputError("model", "was distilled to take its guidance scale as an input, which cannot be trained yet")
     aim.check(model, training)
     for text in training.prompts:
         try:
             make_request(model, Call(text))
         except InputError as error:
-            raise InputError("prompts", text, f"cannot be a preview: {error}") from None
+            raise InputError("prompts", f"cannot be a preview: {error}", value=text) from None
 
 
 def _preview(
     training: Training,
-    aim: Aim,
+    aim: TrainingTask,
     pipe: Pipeline,
     params: Params,
     texts: Mapping[str, Any],
@@ -399,7 +400,7 @@ def _preview(
             warnings.simplefilter("ignore", HintWarning)  # of words that are being taught
             images = pipe(**texts, seed=seeds, options=options).images
         pipe.params = {}
-        if not leads(pipe.mesh):  # the images are split over the processes
+        if not is_main_process(pipe.mesh):  # the images are split over the processes
             return
         (training.folder / "previews").mkdir(exist_ok=True)
         grid = make_grid(images)
@@ -411,7 +412,7 @@ def _preview(
 
 
 def check_pictures(training: Training, subject: Subject) -> None:
-    """Reads the table and the first image, before a model is downloaded or anything is generated.
+    """Read the table and the first image, before a model is downloaded or anything is generated.
 
     Raises:
         InputError: the table or the image cannot be read.
@@ -425,9 +426,9 @@ def check_pictures(training: Training, subject: Subject) -> None:
 
 
 def _read_inputs(
-    training: Training, aim: Aim, subject: Subject, model: Model
+    training: Training, aim: TrainingTask, subject: Subject, model: Model
 ) -> tuple[int, Pictures, Pictures | None, bool]:
-    """Checks the model; returns the side of the images, the images, the class images, and whether there are masks."""
+    """Check the model; return the side of the images, the images, the class images, and whether there are masks."""
     _check_model(training, aim, model)
     size = size_of(training, model)
     pictures = _read(training.pictures, size, training, subject.captions, subject.control_column)
@@ -436,11 +437,11 @@ def _read_inputs(
 
 
 def size_of(training: Training, model: Model) -> int:
-    """Returns the side of the images; raises InputError if the model does not support it."""
+    """Return the side of the images; raise InputError if the model does not support it."""
     size = training.size or model.native_size[0]
     step = 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
     if size % step:
-        raise InputError("size", size, f"must be divisible by {step}")
+        raise InputError("size", f"must be divisible by {step}", value=size)
     return size
 
 
@@ -456,12 +457,12 @@ def _read(
         masked=training.unmasked_weight != 1 and control_column != MASK,
     ).split("train")
     if not len(pictures):
-        raise InputError("pictures", source, "has no picture of the split 'train'")
+        raise InputError("pictures", "has no picture of the split 'train'", value=source)
     return pictures
 
 
 def _cropped(pictures: Pictures) -> str:
-    """Returns a clause on the images that lose a hundredth or more when they are cropped to a square."""
+    """Return a clause on the images that lose a hundredth or more when they are cropped to a square."""
     sides = pictures.frames[:, :2]
     lost = 1 - sides.min(1) / sides.max(1)
     count = int((lost >= 0.01).sum())
@@ -469,7 +470,7 @@ def _cropped(pictures: Pictures) -> str:
 
 
 def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
-    """Returns whether there are masks.
+    """Return whether there are masks.
 
     Raises:
         InputError: a mask excludes a whole image, or ``unmasked_weight`` is set without masks.
@@ -488,15 +489,15 @@ def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
     if weight is not None and weight != 1 and not masked:
         raise InputError(
             "unmasked_weight",
-            weight,
             "has no effect: no picture has a mask",
-            f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
+            cure=f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
+            value=weight,
         )
     return masked
 
 
 def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
-    """Returns weights of the latents' positions [N, h, w] float32: means of the mask's pixels, at least ``least``.
+    """Return weights of the latents' positions [N, h, w] float32: means of the mask's pixels, at least ``least``.
 
     Without masks all weights are 1.
     """
@@ -506,13 +507,13 @@ def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
     return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
 
 
-def _texts(sets: Iterable[Captions], *more: str) -> list[str]:
-    """Returns all captions of sets of images, and ``more``."""
-    return [*(text for captions in sets for texts in captions for text in texts), *more]
+def _texts(sets: Iterable[Captions], *further: str) -> list[str]:
+    """Return all captions of sets of images, and ``further``."""
+    return [*(text for captions in sets for texts in captions for text in texts), *further]
 
 
 def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
-    """Returns how many tokens texts are padded to, for each text encoder: the shortest length for a UNet.
+    """Return how many tokens texts are padded to, for each text encoder: the shortest length for a UNet.
 
     Raises:
         InputError: a caption has more tokens than an encoder reads.
@@ -525,14 +526,14 @@ def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
         try:
             words = [encoder.words(tokenizers[encoder.component], [(caption, 1.0)], {}) for encoder in text.encoders]
         except InputError as error:
-            raise InputError("caption", caption[:60], error.problem, error.cure) from None
-        needed.add(tuple(one.length for one in text.even(words)))
+            raise InputError("caption", error.problem, cure=error.cure, value=caption[:60]) from None
+        needed.add(tuple(prompt.length for prompt in text.even(words)))
     return text.fit(needed)
 
 
 @dataclass(frozen=True)
 class _Features:
-    """What a transformer reads of the texts of a run, on the host.
+    """Texts of a run, encoded for a transformer, on the host.
 
     Attributes:
         readers: a reader of captions for each feature, see ``denoising_data``.
@@ -546,7 +547,7 @@ class _Features:
 def _features(
     model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], lengths: Sequence[int]
 ) -> _Features:
-    """Encodes each text of a run once, with a language model that is on the devices only during this call.
+    """Encode each text of a run once, with a language model that is on the devices only during this call.
 
     Raises:
         InputError: the features do not fit into the memory of the host.
@@ -558,7 +559,7 @@ def _features(
     if available is not None and needed > available:
         problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
         cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
-        raise InputError("pictures", training.pictures, problem, cure)
+        raise InputError("pictures", problem, cure=cure, value=training.pictures)
     model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names, **training.source())
 
     def encoded(texts: Sequence[str], lengths: Sequence[int]) -> dict[str, HostArray]:
@@ -594,7 +595,7 @@ def _data(
     *,
     masked: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Encodes all images, and returns the samples and shared data of ``denoising_data``."""
+    """Encode all images, and return the samples and shared data of ``denoising_data``."""
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
     latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
     control = None
@@ -620,7 +621,7 @@ def _data(
 
 
 def _size_conditions(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarray:
-    """Returns SDXL's size conditions of an image: original size, corner of the crop, target size."""
+    """Return SDXL's size conditions of an image: original size, corner of the crop, target size."""
     height, width, top, left = map(int, frame)
     options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
     return model.size_conditions(size[0], size[1], options)[0]["time_ids"]

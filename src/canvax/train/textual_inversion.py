@@ -19,10 +19,10 @@ from canvax.params import Params
 from canvax.settings import check_all, check_setting
 from canvax.train.settings import TASKS, InversionRecord, Learn, WordCaptions
 from canvax.train.state import in_dtype
-from canvax.train.task import PLAN, Start, Subject, Training, train
+from canvax.train.task import PLAN, InitialState, Subject, Training, train
 from canvax.types import Array, DType, HostArray
 from canvax.weights.embeddings import check_token
-from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
 
 EMBEDDING_PLAN = replace(PLAN, **TASKS["textual-inversion"].plan)
 """Learning rate 5e-4, as in the README of diffusers' scripts."""
@@ -46,7 +46,7 @@ CAPTIONS: Mapping[Learn, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Inversion(InversionRecord):
-    """The ``Aim`` of training a word.
+    """The ``TrainingTask`` of training a word.
 
     Attributes:
         token: the word, as written in prompts.
@@ -64,7 +64,9 @@ class Inversion(InversionRecord):
         check_token(self.token)
         check_all(self)
         if not self.initializer.strip():
-            raise InputError("initializer", self.initializer, "is empty", "give the word to begin with, such as 'toy'")
+            raise InputError(
+                "initializer", "is empty", cure="give the word to begin with, such as 'toy'", value=self.initializer
+            )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -77,34 +79,34 @@ class Inversion(InversionRecord):
         return {}
 
     def files(self, folder: Path) -> Sequence[Path]:
-        """Returns the file of the first text encoder's vectors, and that of SDXL's second."""
+        """Return the file of the first text encoder's vectors, and that of SDXL's second."""
         return [folder / name for name in FILES.values()]
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuses a word without initial values, and a word that is already a token of the model."""
+        """Refuse a word without initial values, and a word that is already a token of the model."""
         for part, tokenizer in model.tokenizers.items():
             if len(tokenizer.spare) < self.vectors:
                 raise InputError(
                     "vectors",
-                    self.vectors,
                     f"is more than the {len(tokenizer.spare)} new vectors for which {part} has room",
+                    value=self.vectors,
                 )
             if not tokenizer.ids(self.initializer):
-                raise InputError("initializer", self.initializer, "holds no word", "give one, such as 'toy'")
+                raise InputError("initializer", "holds no word", cure="give one, such as 'toy'", value=self.initializer)
             if len(tokenizer.ids(self.token)) == 1:
                 raise InputError(
                     "token",
-                    self.token,
                     "is a common word, whose meaning would be lost",
-                    f"give another, such as '<{self.token}>'",
+                    cure=f"give another, such as '<{self.token}>'",
+                    value=self.token,
                 )
 
     def exact(self, model: Model) -> Collection[str]:
-        """Returns the text encoders, whose vectors are the initial values."""
+        """Return the text encoders, whose vectors are the initial values."""
         return model.text.names
 
-    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Assigns the word to unused rows of each text encoder's embedding table; these rows are trained."""
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> InitialState:
+        """Assign the word to unused rows of each text encoder's embedding table; these rows are trained."""
         rows: Params = {}
         for part, tokenizer in model.tokenizers.items():
             ids = tokenizer.ids(self.initializer)
@@ -113,10 +115,10 @@ class Inversion(InversionRecord):
             rows[part] = {"rows": np.asarray(table[np.asarray(beginning)], np.float32)}
             self._ids[part] = tokenizer.spare[: self.vectors]
             tokenizer.added[self.token.lower()] = self._ids[part]
-        return Start(rows, in_dtype(params, ["unet", *model.text.names], dtype), self._with_rows)
+        return InitialState(rows, in_dtype(params, ["unet", *model.text.names], dtype), self._with_rows)
 
     def _with_rows(self, trained: Params, params: Params) -> Params:
-        """Returns the parameters with the word's vectors in the embedding tables."""
+        """Return the parameters with the word's vectors in the embedding tables."""
         result = dict(params)
         for part, of in trained.items():
             model = params[part]["text_model"]
@@ -128,19 +130,19 @@ class Inversion(InversionRecord):
         return result
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
-        """Returns the parameters with the word's current vectors."""
+        """Return the parameters with the word's current vectors."""
         return self._with_rows(trained, params)
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the vectors in the format of diffusers."""
+        """Write the vectors in the format of diffusers."""
         names = FILES if len(trained) > 1 else dict.fromkeys(trained, FILES["text_encoder"])
         step = target.stem.removeprefix(Path(FILES["text_encoder"]).stem)  # empty at the end
         for part in reversed(list(trained)):  # ``target``, which marks the run as finished, is written last
             rows: HostArray = np.asarray(jax.device_get(trained[part]["rows"]))
-            outgoing = Outgoing(self.token, rows.shape, rows.dtype, partial(np.asarray, rows))
+            to_save = ArrayToSave(self.token, rows.shape, rows.dtype, partial(np.asarray, rows))
             target.parent.mkdir(parents=True, exist_ok=True)
             path = target.parent / names[part]
-            write_safetensors(path.with_stem(path.stem + step), [outgoing], {"format": "pt"})
+            write_safetensors(path.with_stem(path.stem + step), [to_save], {"format": "pt"})
         return target
 
 
@@ -153,7 +155,7 @@ def train_inversion(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains a word on images that all show what the word stands for.
+    """Train a word on images of the word's object or style.
 
     Args:
         training: model and images; the captions of the images are not read.

@@ -1,9 +1,7 @@
 """Checkpoints: finding, reading and writing them.
 
-``safetensors``, ``gguf`` and ``flax_msgpack`` open the file formats into ``entries``. ``rules``, ``formats`` and
-``layouts`` map their names to the spec's, ``load`` puts everything on the device and ``save`` writes the same layout
-back. The records of ``canvax.families`` are built on these.
-
-On these records are built ``identify``, which tells kinds of files apart, and ``location`` and ``open``, which find a
-model, through ``hub`` if need be. The result is ``files.ModelFiles``, of a ``folder`` or a ``single_file``.
+``safetensors``, ``gguf`` and ``flax_msgpack`` open files as lists of ``entries``. ``rules``, ``formats`` and
+``layouts`` map the names of files to those of specs; ``load`` puts the arrays on the device and ``save`` writes them in
+the same layout. ``identify`` recognises kinds of files. ``location`` and ``open`` find a model, on the Hub if
+necessary, as ``files.ModelFiles`` from a ``folder`` or a ``single_file``. ``canvax.families`` is built on these.
 """

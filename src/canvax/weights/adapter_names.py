@@ -1,11 +1,11 @@
-"""Which parameter an array of an adapter belongs to, and what it is for.
+"""Names of an adapter's arrays: the parameter that an array belongs to, and its role.
 
-Trainers flatten a module's name ("down_blocks.0.attentions.0" becomes "down_blocks_0_attentions_0"), put their own word
-in front and a suffix behind. A flattened name cannot be taken apart again, since names hold underscores themselves. So
-the model's modules are flattened, under each of their names, and looked up.
+Trainers flatten a module's name ("down_blocks.0.attentions.0" becomes "down_blocks_0_attentions_0") and add a prefix
+and a suffix. A flattened name cannot be split again, since names contain underscores. So the model's modules are
+flattened, under each of their names, and looked up.
 
     kohya       lora_unet_<name>.lora_down.weight, lora_te_, lora_te1_, lora_te2_; of SDXL mostly with the names of ldm
-    PEFT        unet.<name>.lora_A.weight, text_encoder.<name>; base_model.model.<name>, or nothing in front
+    PEFT        unet.<name>.lora_A.weight, text_encoder.<name>; base_model.model.<name>, or no prefix
     diffusers   unet.<name>.attn1.processor.to_q_lora.down.weight (2023), unet.<name>.lora.down.weight
     LyCORIS     as kohya, and lycoris_<name>
 """
@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from canvax.errors import slip
 from canvax.families.known import FAMILIES
+from canvax.models.text import FIRST, SECOND
 from canvax.params import Param, Spec, flatten
 from canvax.weights.formats import unet_rules
 from canvax.weights.rules import Names
-
-FIRST, SECOND = "text_encoder", "text_encoder_2"
 
 _DENOISER = (
     *("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
@@ -33,7 +32,7 @@ _TEXT = {
     SECOND: ("lora_te2_", "text_encoder_2_", "te2_", "clip_g_transformer_", "text_encoders_clip_g_transformer_"),
 }
 _TEXT_ALONE = ("lora_te_", "te_", "base_model_model_text_encoder_", "base_model_model_", "")
-"""Of a model with one text encoder, beside those of the first."""
+"""Prefixes for a single text encoder, in addition to those of the first."""
 
 _OLD_TEXT = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_proj": "to_out"}
 
@@ -57,7 +56,7 @@ _SUFFIXES: dict[str, str] = {
     ".set_weight": "set",
     ".set_bias": "set_b",
 }
-"""Ends of names, and the role of such an array: those of ``canvax.adapters``, and of changes of a bias."""
+"""Suffixes of names and the role of their arrays: those of ``canvax.adapters``, and changes of a bias."""
 
 _UNKNOWN: dict[str, str] = {
     **dict.fromkeys([".oft_blocks", ".oft_diag", ".oft_R", ".oft_R.weight", ".rescale"], "OFT"),
@@ -76,17 +75,17 @@ _UNKNOWN: dict[str, str] = {
     ".reshape_weight": "a weight of another shape",
     ".bias": "a bias that is no change",
 }
-"""Ends of names of what canvax does not have."""
+"""Suffixes of algorithms that canvax does not support."""
 
 _LONGEST_FIRST = sorted({**_SUFFIXES, **_UNKNOWN}, key=len, reverse=True)
 
 
 _TRANSFORMERS = Names(rule for family in FAMILIES for rule in family.names)
-"""The names that layers of transformers have elsewhere, to be asked by ours."""
+"""Names of transformer layers in other programs, by name in the spec."""
 
 
 class Module(NamedTuple):
-    """A layer of the model: its component, and its dotted name there."""
+    """A layer of the model: its component, and its dotted name in it."""
 
     component: str
     name: str
@@ -96,12 +95,12 @@ class Module(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The modules that one module of a file stands for: one, or several whose arrays it stacks.
+    """The modules of the model that one module of a file covers: one, or several whose arrays it stacks.
 
     Attributes:
         modules: in the order of their parts.
-        axis: 0 where their outputs are stacked, 1 for their inputs.
-        swapped: the halves of its outputs are in the other order.
+        axis: 0 if their outputs are stacked, 1 if their inputs are.
+        swapped: True if the halves of the outputs are swapped.
     """
 
     modules: tuple[Module, ...] = ()
@@ -110,12 +109,12 @@ class Stack(NamedTuple):
 
 
 class Split(NamedTuple):
-    """An array's name taken apart.
+    """The parts of an array's name.
 
     Attributes:
-        module: what stands in front of the suffix.
-        role: what the array is for; "" if canvax has no use for it.
-        unknown: the algorithm that it belongs to then.
+        module: name without the suffix.
+        role: role of the array; "" if canvax does not support it.
+        unknown: the unsupported algorithm that it belongs to.
     """
 
     module: str
@@ -124,7 +123,7 @@ class Split(NamedTuple):
 
 
 def split_name(name: str) -> Split | None:
-    """The parts of an array's name; None if it has no suffix that is known."""
+    """Return the parts of an array's name; None if its suffix is unknown."""
     for suffix in _LONGEST_FIRST:
         if name.endswith(suffix) and len(name) > len(suffix):
             return Split(name.removesuffix(suffix), _SUFFIXES.get(suffix, ""), _UNKNOWN.get(suffix, ""))
@@ -135,31 +134,31 @@ _COMMON = ("weight", "alpha", "scalar")
 
 
 def is_adapters(name: str) -> bool:
-    """Whether an array of this name can be an adapter's alone, and not a model's."""
+    """Return whether an array of this name occurs only in adapters, and not in models."""
     split = split_name(name)
     return split is not None and bool(split.role) and split.role not in _COMMON
 
 
 def flat(name: str) -> str:
-    """A name as trainers flatten it."""
+    """Return a name as trainers flatten it."""
     return name.replace(".", "_")
 
 
 def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
-    """Flattened names, with all that stands in front of them anywhere, -> the modules of a model.
+    """Return the modules of a model by flattened name, with every prefix that trainers use.
 
     Args:
-        specs: of the denoiser and the text encoders, by component.
+        specs: specs of the denoiser and the text encoders, by component.
     """
     table: dict[str, Stack] = {}
     for component, spec in specs.items():
         names = modules(spec)
         original = _TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
-        alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
-        prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _DENOISER
+        is_single = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
+        prefixes = (*_TEXT[component], *(_TEXT_ALONE if is_single else ())) if component in _TEXT else _DENOISER
         for name in names:
             known = _text_names(name) if component in _TEXT else _denoiser_names(name)
-            others = [] if component in _TEXT else original.theirs(name)
+            others = [] if component in _TEXT else original.external(name)
             for spelled, parts, rule in (*((known_name, (name,), None) for known_name in known), *others):
                 swapped = rule is not None and rule.change == "swapped halves"
                 stack = Stack(tuple(Module(component, part) for part in parts), rule.axis if rule else 0, swapped)
@@ -169,17 +168,17 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
 
 
 def modules(spec: Spec) -> list[str]:
-    """Dotted names of the layers of a network, those that have a weight."""
+    """Return the dotted names of a network's layers, those with a weight."""
     return [name.removesuffix(".weight") for name, _ in flatten(spec) if name.endswith(".weight")]
 
 
 def parameters(specs: Mapping[str, Spec]) -> dict[tuple[str, str], Param]:
-    """All parameters by component and dotted name."""
+    """Return all parameters by component and dotted name."""
     return {(component, name): param for component, spec in specs.items() for name, param in flatten(spec)}
 
 
 def nearest_module(name: str, table: Mapping[str, Stack]) -> str:
-    """The module whose name is most like one that is not there, as a clause; "" if none is near."""
+    """Return the module with the most similar name, as a clause for errors; "" if none is similar."""
     wanted = flat(name)
     alike = [known for known in table if known[:9] == wanted[:9]] if len(table) > 2000 else list(table)
     close = slip(wanted, alike)

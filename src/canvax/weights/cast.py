@@ -1,7 +1,7 @@
-"""Casting blocks of weights. Half precision, as most checkpoints are stored, is looked up.
+"""Casts blocks of weights; 16-bit floats, as most checkpoints have, by table lookup.
 
-There are only 65,536 such numbers. Through ``astype``, number by number, the cast to float32 takes twice as long, and
-that to bfloat16 longer than reading them from disk.
+There are only 65,536 such numbers. ``astype`` takes twice as long to cast them to float32, and longer than reading from
+disk to cast them to bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SINGLE = np.dtype(np.float32)
 
 
 def cast_into(out: HostArray, block: HostArray) -> None:
-    """``out[...] = block``, rounded to the nearest and to even; both of the same shape.
+    """Assign ``out[...] = block``, rounded to nearest even; both have the same shape.
 
     Raises:
         FloatingPointError: a number is too large for ``out``, and ``np.errstate(over="raise")`` is set.
@@ -31,14 +31,14 @@ def cast_into(out: HostArray, block: HostArray) -> None:
     if block.dtype == _HALF and out.dtype in (_BFLOAT16, _SINGLE):
         np.take(_of_half(out.dtype), block.view(np.uint16), out=out, mode="wrap")  # "raise" would buffer the result
     elif block.dtype == _BFLOAT16 and out.dtype == _HALF:
-        out[...] = block.astype(_SINGLE)  # numpy says nothing of what does not fit when it casts from bfloat16 itself
+        out[...] = block.astype(_SINGLE)  # numpy does not report overflow when it casts from bfloat16
     else:
         out[...] = block
 
 
 @cache
 def _of_half(dtype: np.dtype) -> HostArray:
-    """Every float16 by its bits, as ``dtype``, in which all of them fit [65536]."""
+    """Return every float16, indexed by its bits, as ``dtype`` [65536]; all of them fit into it."""
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return np.arange(1 << 16, dtype=np.uint16).view(_HALF).astype(dtype)
 
@@ -51,9 +51,9 @@ _DTYPES = {
 
 
 def parse_dtype(dtype: DType, argument: str = "dtype", *, quantizes: bool = False) -> DType:
-    """A floating point dtype from itself or from any of its usual names.
+    """Return a floating-point dtype from a dtype or any of its usual names.
 
-    ``quantizes``: whether there is an argument ``quantize`` beside it, which the error for 8 bits names.
+    With ``quantizes``, the error for 8-bit dtypes suggests the argument ``quantize``.
 
     Raises:
         InputError: not float32, bfloat16 or float16.
@@ -62,12 +62,12 @@ def parse_dtype(dtype: DType, argument: str = "dtype", *, quantizes: bool = Fals
     name = str(dtype).lower().removeprefix("torch.").removeprefix("jnp.") if written else None
     if name is None:
         with suppress(TypeError):
-            if not isinstance(dtype, np.ndarray | jax.Array):  # of which JAX takes their own
+            if not isinstance(dtype, np.ndarray | jax.Array):  # JAX accepts its own dtypes
                 name = jnp.dtype(dtype).name
     if name not in _DTYPES:
         name = shown(dtype) if name is None else name
         small = re.fullmatch(r"(u?int|fp|float|f|q|nf)_?[48].*", str(name))
         cure = nearest(str(name), list(dict.fromkeys(_DTYPES.values())))
         cure = "{quantize='int8'} or 'float8' keeps large weights in 8 bits" if small and quantizes else cure
-        raise InputError(argument, dtype, "is not supported", cure)
+        raise InputError(argument, "is not supported", cure=cure, value=dtype)
     return jnp.dtype(_DTYPES[name])

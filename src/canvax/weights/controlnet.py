@@ -1,8 +1,8 @@
-"""Files of networks that read control images: a folder of diffusers, or one safetensors file under several names.
+"""Files of networks that read control images: a diffusers folder, or one safetensors file with various names.
 
     diffusers           controlnet_cond_embedding.conv_in.weight, conv_in.weight, down_blocks. ..., and config.json
     the original code   control_model.input_hint_block.0.weight, input_blocks. ..., zero_convs. ..., middle_block. ...
-    control-LoRAs       lora_controlnet, and of what the UNet has NAME.up and NAME.down in place of NAME.weight
+    control-LoRAs       lora_controlnet, and NAME.up and NAME.down instead of the UNet's NAME.weight
     T2I-Adapters        adapter.body.0.resnets.0.block1.weight; in the original code body.0.block1.weight
 
 (Zhang et al. 2023; Mou et al. 2023.)
@@ -29,15 +29,15 @@ _PREFIX = "control_model."
 
 
 def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[str, Any]], object]) -> ControlFiles:
-    """Find a ControlNet or a T2I-Adapter, fetching what is not on disk yet; no array is read.
+    """Find a ControlNet or a T2I-Adapter and download missing files; no array is read.
 
     Args:
         location: a folder, a Hub id, or a safetensors file.
         accept: called with the kind and the parsed ``config.json``, if there is one, before weights are fetched.
 
     Raises:
-        InputError: nothing is there.
-        CheckpointError: it is damaged, or something else.
+        InputError: the location does not exist.
+        CheckpointError: it is damaged, or another kind of file.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
     name = location.text
@@ -72,19 +72,19 @@ def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[s
 
 
 def is_union(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of a ControlNet-Union; its first files name the class of a plain ControlNet."""
+    """Return whether a config is that of a ControlNet-Union; early configs name the class of a plain ControlNet."""
     return "Union" in str(config.get("_class_name")) or "num_control_type" in config
 
 
 def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
-    """By names alone."""
+    """Recognise a network by the names of its arrays."""
     shapes = {array.name: array.shape for array in arrays}
     expect(name, shapes, CONTROLNET, T2I_ADAPTER)
     if (kind := identify(shapes)) is None:
         raise CheckpointError(f"{name}: holds no ControlNet and no T2I-Adapter, as the names of its arrays say")
     if kind is T2I_ADAPTER:
-        ours = any(key.startswith("adapter.") for key in shapes)
-        entries = arrays if ours else Names(t2i_adapter_rules(shapes)).to_ours(arrays)
+        internal = any(key.startswith("adapter.") for key in shapes)
+        entries = arrays if internal else Names(t2i_adapter_rules(shapes)).to_internal(arrays)
         return ControlFiles(name, entries, kind="adapter")
     arrays = [replace(array, name=array.name.removeprefix(_PREFIX)) for array in arrays
               if array.name not in (_DIFFERENCE, _CONTROL_LORA)]  # fmt: skip
@@ -94,14 +94,14 @@ def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
 
 
 def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
-    """A ControlNet as what is to be added to a UNet, in two factors for each weight (Stability AI, 2023)."""
+    """Return a ControlNet as differences from a UNet, two factors for each weight (Stability AI, 2023)."""
     ups, downs = (
         {array.name.removesuffix(end): array for array in arrays if array.name.endswith(end)}
         for end in (".up", ".down")
     )
-    alone = sorted(ups.keys() ^ downs.keys())
-    if alone or not ups:
-        fault = f"{alone[0]} has one of its two factors" if alone else "it has no factors"
+    unpaired = sorted(ups.keys() ^ downs.keys())
+    if unpaired or not ups:
+        fault = f"{unpaired[0]} has one of its two factors" if unpaired else "it has no factors"
         raise CheckpointError(f"{name}: is no whole control-LoRA: {fault}")
     for key in ups:
         up, down = ups[key], downs[key]
@@ -110,11 +110,11 @@ def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
         if not up.is_float or not down.is_float:
             raise CheckpointError(f"{name}: the factors of {key} are no floating point numbers")
     whole = [array for array in arrays if not array.name.endswith((".up", ".down"))]
-    # The rules count blocks by all names together, each factor in the place of the weight.
+    # The rules count blocks by all names, with each factor instead of the weight.
     named = _under_our_names([*whole, *(replace(array, name=f"{key}.weight") for key, array in ups.items())])
     pairs = {up.name: (up, replace(downs[key], name=up.name)) for key, up in zip(ups, named[len(whole) :], strict=True)}
     return ControlFiles(name, named[: len(whole)], pairs=pairs)
 
 
 def _under_our_names(arrays: Sequence[Entry]) -> list[Entry]:
-    return Names(controlnet_rules([array.name for array in arrays])).to_ours(arrays)
+    return Names(controlnet_rules([array.name for array in arrays])).to_internal(arrays)

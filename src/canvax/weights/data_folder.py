@@ -18,7 +18,8 @@ from canvax.errors import InputError, did_you_mean
 from canvax.files import named_path
 
 if TYPE_CHECKING:
-    from canvax.weights.identify import Found
+    from canvax.call import PromptSyntax
+    from canvax.weights.identify import FileReport
 
 VARIABLE = "CANVAX_DATA_DIR"
 """The environment variable that names the folder; processes that a command starts see it too."""
@@ -39,7 +40,7 @@ def data_folder() -> Path | None:
         return None
     folder = named_path("data_dir", name)
     if not folder.is_dir():
-        raise InputError("data_dir", name, "is not a folder")
+        raise InputError("data_dir", "is not a folder", value=name)
     return folder
 
 
@@ -62,11 +63,12 @@ def using(folder: str | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def usual_syntax() -> str:
+def usual_syntax() -> PromptSyntax:
     """Return the prompt syntax of the program whose folder the folder of models is; "plain" for other folders."""
     folder = data_folder()
-    places = {"Stable-diffusion": "a1111", "checkpoints": "comfy"}
-    return next((syntax for name, syntax in places.items() if folder and (folder / "models" / name).is_dir()), "plain")
+    if folder and (folder / "models/Stable-diffusion").is_dir():
+        return "a1111"
+    return "comfy" if folder and (folder / "models/checkpoints").is_dir() else "plain"
 
 
 def lora_folder() -> Path | None:
@@ -115,9 +117,20 @@ def find_named(name: str, argument: str) -> Path | None:
     Raises:
         InputError: several files have the name.
     """
+    paths = all_named(name, argument)
+    if len(paths) > 1:
+        names = " or ".join(list(paths)[:3])
+        raise InputError(
+            argument, f"is the name of {len(paths)} files in {data_folder()}", cure=f"write {names}", value=name
+        )
+    return next(iter(paths.values()), None)
+
+
+def all_named(name: str, argument: str) -> dict[str, Path]:
+    """Return the files and folders that a name may mean, by names that only they have; arguments as ``find_named``."""
     folder, wanted = data_folder(), tuple(name.replace("\\", "/").split("/"))
     if folder is None or any(part in ("", ".", "..") for part in wanted):
-        return None
+        return {}
     from canvax.weights.entries import PICKLES, WEIGHTS  # JAX with it, which most commands do without
     from canvax.weights.identify import inspect
 
@@ -127,10 +140,7 @@ def find_named(name: str, argument: str) -> Path | None:
         flags = ("--lora", "--embedding") if argument == "source" else (f"--{argument.replace('_', '-')}",)
         kinds = {path: part.kind for path in paths if (part := inspect(path))}
         paths = [path for path in paths if (kind := kinds.get(path)) and kind.flag in flags] or paths
-    if len(paths) > 1:
-        names = " or ".join(list(by_name(paths))[:3])
-        raise InputError(argument, name, f"is the name of {len(paths)} files in {folder}", f"write {names}")
-    return paths[0] if paths else None
+    return by_name(paths)
 
 
 def meant_by(name: str) -> str:
@@ -144,7 +154,7 @@ def meant_by(name: str) -> str:
     return near or f"canvax info {shlex.quote(str(folder))} lists the files there"
 
 
-def files() -> list[Found]:
+def files() -> list[FileReport]:
     """Return what lies in the folder of models; empty without a folder."""
     from canvax.weights.identify import listing
 

@@ -1,7 +1,7 @@
-"""Reads textual inversions (Gal et al. 2022): vectors that stand for a word, for one text encoder or two.
+"""Reads textual inversions (Gal et al. 2022): vectors for a word, for one text encoder or two.
 
-diffusers       an array for each token, named like it: [D] or [n, D]; of SDXL a second file for the second encoder
-A1111           emb_params [n, D]; of SDXL clip_l [n, 768] and clip_g [n, 1280]
+diffusers       an array named like the word: [D] or [n, D]; for SDXL a second file for the second encoder
+A1111           emb_params [n, D]; for SDXL clip_l [n, 768] and clip_g [n, 1280]
 in a LoRA file  bundle_emb.NAME.emb_params, .string_to_param.*, .clip_l, .clip_g
 """
 
@@ -22,7 +22,7 @@ from canvax.weights.location import pickle_refused
 from canvax.weights.safetensors import open_safetensors
 
 BUNDLED = "bundle_emb."
-"""How names of embeddings in a LoRA file begin."""
+"""Prefix of embeddings in a LoRA file."""
 
 _MOST_NAME = 200
 _ENDS = (".string_to_param.*", ".emb_params", ".clip_l", ".clip_g", ".*")
@@ -47,16 +47,16 @@ class Embedding:
 def read_embeddings(
     paths: Sequence[Path], widths: Mapping[str, int], token: str | Sequence[str] | None = None
 ) -> list[Embedding]:
-    """The embeddings of a file, or of the two files of a model with two text encoders.
+    """Read the embeddings of a file, or of the two files of a model with two text encoders.
 
     Args:
         paths: safetensors files.
-        widths: of the tokens of each text encoder, by component.
-        token: what to call it; several names take one vector each. By default the name in the file, or the file's.
+        widths: width of each text encoder's tokens, by component.
+        token: the word; several words take one vector each. By default the name in the file, or the file's name.
 
     Raises:
-        CheckpointError: a file is damaged, holds something else, or is for another model.
-        InputError: ``token`` cannot be the name of what the file holds.
+        CheckpointError: a file is damaged, has other contents, or is for another model.
+        InputError: ``token`` cannot name the file's vectors.
     """
     embeddings: dict[str, dict[str, HostArray]] = {}
     for path in paths:
@@ -67,17 +67,20 @@ def read_embeddings(
     if token is not None:
         if len(embeddings) > 1:
             raise InputError(
-                "token", token, f"is one name, and {paths[0]} holds {len(embeddings)} embeddings", "leave it out"
+                "token",
+                f"is one name, and {paths[0]} holds {len(embeddings)} embeddings",
+                cure="leave it out",
+                value=token,
             )
         embeddings = _renamed(next(iter(embeddings.values())), token)
     return [Embedding(check_token(name), vectors) for name, vectors in embeddings.items()]
 
 
 def read_word(path: Path, name: str, widths: Mapping[str, int]) -> Embedding:
-    """Read the file of a folder of textual inversions whose word is its name.
+    """Read a file from the folder of textual inversions; the word is the file's name.
 
     Raises:
-        CheckpointError: it is a pickle or damaged, holds something else, or is not for all text encoders of the model.
+        CheckpointError: it is a pickle or damaged, has other contents, or is not for all text encoders of the model.
         InputError: its name cannot be a word.
     """
     if path.suffix.lower() in PICKLES:
@@ -89,7 +92,7 @@ def read_word(path: Path, name: str, widths: Mapping[str, int]) -> Embedding:
 
 
 def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str, int]) -> list[Embedding]:
-    """Embeddings that lie in a LoRA file.
+    """Read the embeddings in a LoRA file.
 
     Raises:
         CheckpointError: they are for another model.
@@ -105,20 +108,22 @@ def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str
 
 
 def check_token(name: object) -> str:
-    """A name that a prompt can hold.
+    """Return ``name`` if a prompt can contain it as a word.
 
     Raises:
         InputError: it cannot.
     """
     if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
-        raise InputError("token", name, "cannot be a word of a prompt", "give another one with {token}")
+        raise InputError("token", "cannot be a word of a prompt", cure="give another one with {token}", value=name)
     if name.strip().lower() in ("<|startoftext|>", "<|endoftext|>"):
-        raise InputError("token", name, "is what CLIP begins and ends prompts with", "give another one with {token}")
+        raise InputError(
+            "token", "is what CLIP begins and ends prompts with", cure="give another one with {token}", value=name
+        )
     return name.strip()
 
 
 def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, HostArray]]:
-    """Name, component and vectors of each array."""
+    """Return the name, component and vectors of each array."""
     entries = open_safetensors(path, plain_names=False)
     expect(path, {entry.name: entry.shape for entry in entries}, EMBEDDING)
     if strange := [entry for entry in entries if len(entry.shape) not in (1, 2)]:
@@ -134,7 +139,7 @@ def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, Ho
 
 
 def _component(path: Path, entry: Entry, key: str, widths: Mapping[str, int]) -> str:
-    """The text encoder whose tokens have this width."""
+    """Return the text encoder whose tokens have this width."""
     width = entry.shape[-1] if entry.shape else 0
     component = _BY_KEY.get(key) or next((name for name, other in widths.items() if other == width), "")
     if component not in widths or widths[component] != width:
@@ -161,11 +166,11 @@ def _vectors(path: Path, entry: Entry) -> HostArray:
 
 
 def _renamed(vectors: Mapping[str, HostArray], token: str | Sequence[str]) -> dict[str, dict[str, HostArray]]:
-    """Under the name that the user gave, or of each row under its own."""
+    """Return the vectors under the user's names."""
     if isinstance(token, str):
         return {token: dict(vectors)}
     names, count = list(token), {len(array) for array in vectors.values()}
     if count != {len(names)} or len(set(names)) < len(names):
         problem = f"has {len(set(names))} names for {max(count)} vectors"
-        raise InputError("token", names, problem, "give one for each")
+        raise InputError("token", problem, cure="give one for each", value=names)
     return {name: {part: array[i : i + 1] for part, array in vectors.items()} for i, name in enumerate(names)}

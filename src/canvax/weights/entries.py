@@ -1,8 +1,8 @@
-"""An array inside a weight file: where it is, and how to read it without reading the file.
+"""An array in a weight file: where it is, and how to read it without reading the whole file.
 
-Both file formats are opened into a list of ``Entry``. Opening checks every claim a file makes about itself; after
-that, reading an entry is nothing but copying bytes. Files are read, never memory-mapped: a file that is cut short or
-replaced while it is being loaded gives an error message, where a mapping would end the process with SIGBUS.
+All file formats are opened as lists of ``Entry``. Opening checks every statement of the file about itself, so reading
+an entry only copies bytes. Files are read, not memory-mapped: truncating or replacing a file while it is loaded causes
+an error message, where a mapping would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+\-]*")
 MAX_RANK = 16
 
 WEIGHTS = (".safetensors", ".gguf")
-"""Endings of files that may hold a model or a part of one."""
+"""Suffixes of files that may hold a model or a part of one."""
 
 PICKLES = (".ckpt", ".bin", ".pt", ".pth", ".pkl", ".pickle")
-"""Endings of files that are not opened, since reading them can run code."""
+"""Suffixes of files that are not opened, since reading them can run code."""
 
 
 class Decode(NamedTuple):
-    """How stored items become numbers.
+    """Conversion of stored items to numbers.
 
     Attributes:
-        numbers: how many numbers an item holds: 1, or those of a block.
-        begin: called once per reading with the entry; returns a function (items, index of the first number) -> float32.
-        name: of the quantization, for people; "" where the dtype of the items says it.
+        numbers: number of values per item: 1, or those of a block.
+        begin: called with the entry before reading; returns a function (items, index of the first number) -> float32.
+        name: display name of the quantisation; "" if the dtype of the items is enough.
     """
 
     numbers: int
@@ -53,14 +53,14 @@ class Entry:
     """One array of a weight file.
 
     Attributes:
-        name: the file's name for it: dotted in safetensors, steps joined by ``/`` in Flax files.
+        name: name in the file: dotted in safetensors, keys joined by ``/`` in Flax files.
         shape: shape in numbers.
         dtype: dtype of the stored items (little-endian; bfloat16 and float8 through ``ml_dtypes``).
         path: the file.
         segments: (offset, length) in bytes of the pieces that make up the array, in order.
         order: ``torch`` stores (out, in, ...), ``flax`` stores arrays as they are in memory.
         stamp: ``file_stamp`` of the file whose header was read.
-        decode: for quantised arrays, how to get numbers from what is stored.
+        decode: for quantised arrays, the conversion to numbers.
         companions: arrays that ``decode`` reads, such as scales.
     """
 
@@ -76,26 +76,26 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return math.prod(self.shape) // (self.decode.numbers if self.decode else 1) * self.dtype.itemsize
 
     @property
     def number_dtype(self) -> np.dtype:
-        """Dtype of the numbers that reading gives."""
+        """Dtype of the numbers that ``read`` returns."""
         return np.dtype(np.float32) if self.decode else self.dtype
 
     @property
     def stored(self) -> str:
-        """How the numbers are stored, for people."""
+        """Storage format, for display."""
         return (self.decode.name if self.decode else "") or self.dtype.name
 
     @property
     def is_float(self) -> bool:
-        """Whether the numbers are real floating point numbers."""
+        """True if the numbers are real floating-point numbers."""
         return self.number_dtype.kind in "fV"  # ml_dtypes are of kind V
 
     def rows(self, *ranges: tuple[int, int]) -> Entry:
-        """These ranges of the first axis, one after another, as an entry; nothing is read."""
+        """Return these ranges of the first axis, concatenated, as an entry; nothing is read."""
         count = self.shape[0]
         size = self.nbytes // count if count else 0
         segments = [piece for begin, end in ranges for piece in self._pieces(begin * size, end * size)]
@@ -107,10 +107,10 @@ class Entry:
         return replace(self, shape=shape, segments=tuple(segments), companions=companions)
 
     def columns(self, begin: int, end: int) -> Entry:
-        """A range of the last axis of a matrix, as an entry; nothing is read.
+        """Return a range of the last axis of a matrix as an entry; nothing is read.
 
         Raises:
-            CheckpointError: the range ends inside of a block.
+            CheckpointError: the range ends inside a block.
         """
         rows, count = self.shape
         size, per = self.dtype.itemsize, self.decode.numbers if self.decode else 1
@@ -124,13 +124,13 @@ class Entry:
         return replace(self, shape=(rows, end - begin), segments=tuple(name for row in pieces for name in row))
 
     def read(self) -> HostArray:
-        """The whole array, in fresh memory."""
+        """Return the whole array in new memory."""
         out = np.empty(self.shape, self.number_dtype)
         self.read_into(out)
         return out
 
     def read_into(self, out: HostArray) -> None:
-        """Fill ``out``, contiguous and of the same dtype and size, without any other memory."""
+        """Fill ``out``, contiguous and of the same dtype and size, without allocating memory."""
         if out.size != math.prod(self.shape) or out.dtype != self.number_dtype:
             raise ValueError(f"read_into: {out.dtype}{out.shape} cannot hold {self.number_dtype}{self.shape}")
         if self.decode is None:
@@ -142,10 +142,10 @@ class Entry:
                 flat[start : start + len(block)] = block
 
     def blocks(self, most: int) -> Iterator[tuple[int, HostArray]]:
-        """Yield ``(where it begins, block)`` of the array seen as flat, ``most`` numbers at a time.
+        """Yield ``(first index, block)`` for the flattened array, ``most`` numbers at a time.
 
-        The yielded memory is used again for the next block, so that a caller who converts block by block never holds
-        the stored form of the whole array.
+        The memory of a block is reused for the next one, so that a caller that converts block by block never holds the
+        whole array in its stored form.
         """
         per = self.decode.numbers if self.decode else 1
         decoded = self.decode.begin(self) if self.decode else None
@@ -165,7 +165,7 @@ class Entry:
         return file
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """(offset in the file, length) of the bytes from ``start`` to ``end`` of the array."""
+        """Yield (offset in the file, length) of the bytes from ``start`` to ``end`` of the array."""
         for offset, length in self.segments:
             if start < min(length, end):
                 yield offset + start, min(length, end) - start
@@ -185,10 +185,11 @@ class Entry:
 
 
 def with_scales(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries in which scaled 8-bit weights have their scales as companions: ``NAME.weight`` times ``scale_weight``.
+    """Return entries in which scaled 8-bit weights have their scales as companions: ``NAME.weight`` times
+    ``scale_weight``.
 
-    Scales are one number or one for each row; those of activations and the markers ``scaled_fp8`` and ``comfy_quant``
-    are dropped.
+    Scales are one number or one per row. Scales of activations and the markers ``scaled_fp8`` and ``comfy_quant`` are
+    dropped.
     """
     named = {entry.name: entry for entry in entries}
     used: set[str] = set()
@@ -218,13 +219,13 @@ def _scaled(entry: Entry) -> Callable[[HostArray, int], HostArray]:
 
 
 SCALED = Decode(1, _scaled)
-"""Numbers times the companion ``scale``."""
+"""Decodes numbers times the companion ``scale``."""
 
 
 def check_name(path: Path, name: object, *, plain: bool = True) -> str:
-    """The name, if it is a plausible array name; names with path tricks or control characters are refused.
+    """Return the name if it is a plausible array name; path tricks and control characters are refused.
 
-    One that is not ``plain`` may hold any letters and signs: it is shown, and no path is made of it.
+    Unless ``plain``, any printable characters are allowed: such a name is only displayed, never used as a path.
     """
     if (
         not isinstance(name, str)
@@ -236,14 +237,14 @@ def check_name(path: Path, name: object, *, plain: bool = True) -> str:
 
 
 def check_shape(path: Path, name: str, shape: object) -> tuple[int, ...]:
-    """The shape, if it is a list of at most 16 non-negative integers."""
+    """Return the shape if it is a list of at most 16 non-negative integers."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_RANK or any(type(n) is not int or n < 0 for n in shape):
         raise CheckpointError(f"{path}: array {name!r} claims the shape {str(shape)[:80]}. {DAMAGED}")
     return tuple(shape)
 
 
 def check_size(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, nbytes: int) -> None:
-    """Refuse an array whose shape and dtype do not add up to the bytes it holds."""
+    """Refuse an array whose shape and dtype do not match its number of bytes."""
     expected = math.prod(shape) * dtype.itemsize
     if expected != nbytes:
         raise CheckpointError(
@@ -253,7 +254,7 @@ def check_size(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, n
 
 
 def open_weight_file(path: Path) -> BinaryIO:
-    """A weight file, opened for reading.
+    """Open a weight file for reading.
 
     Raises:
         CheckpointError: it cannot be opened, or is not a regular file.
@@ -265,18 +266,21 @@ def open_weight_file(path: Path) -> BinaryIO:
 
 
 def file_size(file: BinaryIO) -> int:
-    """Size of an open file in bytes."""
+    """Return the size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def file_stamp(file: BinaryIO) -> tuple[int, ...]:
-    """What tells an open file from another one that takes its name, or from itself after a change."""
+    """Return an identity of an open file that changes if the file is replaced or modified."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def is_pickle(head: bytes) -> bool:
-    """Whether a file begins as those of ``torch.save`` do, and not as a safetensors file whose length looks like it."""
+    """Return whether a file begins like those of ``torch.save``.
+
+    Safetensors files whose length has the same first bytes are excluded.
+    """
     is_safetensors = head[4:9] == b"\0\0\0\0{"
     return (
         head.startswith((b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))) and not is_safetensors
@@ -284,7 +288,7 @@ def is_pickle(head: bytes) -> bool:
 
 
 def pickle_refused(path: str | Path) -> str:
-    """Why a pickle is not opened, and the command that makes a safetensors file of it."""
+    """Return the error for a pickle, with the command that converts it to safetensors."""
     old, new = shlex.quote(str(path)), shlex.quote(str(Path(path).with_suffix(".safetensors")))
     return (
         "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Take the tensors out, without running "
@@ -293,7 +297,7 @@ def pickle_refused(path: str | Path) -> str:
 
 
 def check_head(path: Path, head: bytes) -> None:
-    """Refuse a file whose first bytes are those of a well-known mix-up, and say what it is."""
+    """Refuse a file whose first bytes are those of another known format, and name it."""
     if head.startswith(b"version https://git-lfs"):
         fault = "is a Git LFS pointer, not the file itself: run `git lfs pull` in that folder"
     elif is_pickle(head):

@@ -1,4 +1,4 @@
-"""The files of a model or a network, however they are stored: what loading, saving and reading configs ask of them."""
+"""The files of a model or a network in any layout: the interface for loading, saving and reading configs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ ControlKind = Literal["controlnet", "adapter"]
 
 @dataclass(frozen=True, eq=False)
 class ModelFiles:
-    """One commit of a model, on disk. ``str()`` of it is the model's name for messages.
+    """The files of one revision of a model on disk. ``str()`` returns the model's name for messages.
 
     Attributes:
-        name: the model as it was asked for.
+        name: the model's name as the caller wrote it.
         path: a folder, or a single file.
         index: ``model_index.json``, parsed: the kind of pipeline and its components.
-        components: those that canvax reads, by name, with their class names (without ``Flax`` in front).
-        configs: the parsed config of each component that has one.
-        arrays: called with a component, opens its weight files; no array is read.
-        folders: called with a component, gives the folder of its plain files, such as a tokenizer's; with "", that of
-            the model.
+        components: class name, without the prefix ``Flax``, of each component that canvax reads.
+        configs: parsed configs, by component.
+        arrays: opens the weight files of a component; no array is read.
+        folders: returns the folder of a component's other files, such as a tokenizer's; for "", the model's.
         revision: the commit sha; None if it is not from the Hub.
-        variant: the variant asked for; components without it are read from their plain files.
-        unread: components that canvax leaves alone, such as ``safety_checker``.
-        reasons: of a single file what was read off its arrays, and how that is known.
-        overrides: what is not the model's, such as parts, as arguments of ``canvax.load``.
+        variant: the requested variant; components without it are read from their default files.
+        unread: components that canvax does not read, such as ``safety_checker``.
+        reasons: for a single file, the properties inferred from its arrays, with the evidence.
+        overrides: replaced parts and other changes, as arguments of ``canvax.load``.
     """
 
     name: str
@@ -64,7 +63,7 @@ class ModelFiles:
         return f"{name} with vae={self.overrides['vae']!r}" if "vae" in self.overrides else name
 
     def config(self, component: str) -> dict[str, Any]:
-        """The parsed config of a component.
+        """Return the parsed config of a component.
 
         Raises:
             CheckpointError: the model has no such component.
@@ -76,7 +75,7 @@ class ModelFiles:
         return dict(self.configs[component])
 
     def entries(self, component: str) -> Sequence[Entry]:
-        """The arrays in a component's weight files; no array is read.
+        """Return the arrays in a component's weight files; no array is read.
 
         Raises:
             CheckpointError: the component has no weights, or a file is damaged.
@@ -84,21 +83,21 @@ class ModelFiles:
         return self.arrays(component)
 
     def folder(self, component: str = "") -> Path:
-        """The folder of a component's plain files, or of the model."""
+        """Return the folder of a component's other files, or, for "", of the model."""
         return self.folders(component)
 
 
 @dataclass(frozen=True, eq=False)
 class NetworkFiles:
-    """One network in files of its own.
+    """The files of a single network.
 
     Attributes:
-        name: as it was asked for.
-        arrays: all of its arrays, under the names of diffusers.
-        config: parsed; empty where there is none, and shapes say what it would.
-        path: the file, or the folder of one with a config.
+        name: name as the caller wrote it.
+        arrays: all arrays, under the names of diffusers.
+        config: parsed config; empty if there is none and shapes have to determine it.
+        path: the file, or the folder of a network with a config.
         revision: the commit of a Hub repository.
-        variant: of the weights.
+        variant: variant of the weights.
     """
 
     name: str
@@ -112,25 +111,25 @@ class NetworkFiles:
         return _at(self.name, self.revision)
 
     def entries(self, component: str) -> Sequence[Entry]:
-        """All arrays, whatever the component is called."""
+        """Return all arrays; the component's name does not matter."""
         del component
         return self.arrays
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each array, as in PyTorch."""
+        """Shape of each array, as in PyTorch."""
         return {entry.name: entry.shape for entry in self.arrays}
 
 
 @dataclass(frozen=True, eq=False)
 class ControlFiles(NetworkFiles):
-    """A ControlNet or a T2I-Adapter in files of its own.
+    """The files of a ControlNet or a T2I-Adapter.
 
     Attributes:
-        kind: of network.
-        difference: whether weights of the UNet's are what is to be added to those of the UNet itself.
-        pairs: of a control-LoRA the two factors, [out, r] and [r, in] as PyTorch has them, of what is to be added to a
-            weight of the UNet's; what is in neither is the UNet's.
+        kind: kind of network.
+        difference: True if weights of the UNet's layers are differences from those of the UNet.
+        pairs: for a control-LoRA, the two factors, [out, r] and [r, in] as in PyTorch, of the difference from a weight
+            of the UNet; all other weights are the UNet's.
     """
 
     kind: ControlKind = "controlnet"
@@ -139,7 +138,7 @@ class ControlFiles(NetworkFiles):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each array and of the product of each pair, as in PyTorch."""
+        """Shape of each array and of the product of each pair, as in PyTorch."""
         whole = {name: (up.shape[0], *down.shape[1:]) for name, (up, down) in self.pairs.items()}
         return {entry.name: entry.shape for entry in self.arrays} | whole
 
@@ -150,7 +149,7 @@ class EncoderFiles(NetworkFiles):
 
     Attributes:
         cfg: its config.
-        named: whether the caller named it, so that it need not lie beside an adapter.
+        named: True if the caller named it, so that it need not be next to an adapter.
     """
 
     cfg: ClipVisionConfig = field(default_factory=ClipVisionConfig)
@@ -158,15 +157,15 @@ class EncoderFiles(NetworkFiles):
 
 
 def open_weights(path: Path, *, plain_names: bool = True) -> list[Entry]:
-    """The arrays of a weight file of any format; no array is read.
+    """Open a weight file of any format; no array is read.
 
     Args:
-        path: the file, whose ending says the format.
-        plain_names: refuse names that no module has.
+        path: the file; its suffix determines the format.
+        plain_names: refuse names that cannot be a module's.
 
     Raises:
-        CheckpointError: the file is damaged or something else.
-        InputError: a package that reads it is missing.
+        CheckpointError: the file is damaged or another kind of file.
+        InputError: a package needed to read it is missing.
     """
     if path.suffix == ".msgpack":
         return with_scales(open_flax_msgpack(path))

@@ -1,12 +1,12 @@
-"""The msgpack files that Flax models were saved in: ``diffusion_flax_model.msgpack`` and ``flax_model.msgpack``.
+"""The msgpack files of Flax models: ``diffusion_flax_model.msgpack`` and ``flax_model.msgpack``.
 
 A file is one nested map. Its leaves are extension objects, type 1 for arrays and type 3 for scalars, whose payload is
-the msgpack triple (shape, dtype name, bytes). Arrays over 1 GiB are maps marked ``__msgpack_chunked_array__`` that hold
-a shape and flat chunks. (Format: ``flax.serialization``.)
+the msgpack triple (shape, dtype name, bytes). Arrays over 1 GiB are maps marked ``__msgpack_chunked_array__`` with a
+shape and flat chunks. (Format: ``flax.serialization``.)
 
 Only the few bytes around each array are decoded, from small windows of the file: an ordinary ``unpackb`` would hold a
-3.4 GB model twice, and would believe whatever lengths a hostile file declares. A streaming ``msgpack.Unpacker`` would
-read the whole file before the first fault is seen, since it skips an array by buffering it.
+3.4 GB model twice, and would believe any length that a hostile file declares. A streaming ``msgpack.Unpacker`` buffers
+an array to skip it, so it would read the whole file before an error.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ DTYPES: dict[str, np.dtype] = {
 
 
 def open_flax_msgpack(path: Path) -> list[Entry]:
-    """The arrays of a Flax file, in file order, named by their steps joined with ``/``; no array is read.
+    """Open the arrays of a Flax file, in file order, named by their keys joined with ``/``; no array is read.
 
     Raises:
-        CheckpointError: the file is truncated, is something else, or lies about itself.
+        CheckpointError: the file is truncated, inconsistent or not a Flax file.
     """
     with open_weight_file(path) as file:
         check_head(path, file.read(64))
@@ -77,7 +77,7 @@ def open_flax_msgpack(path: Path) -> list[Entry]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """An array object found in the file."""
+    """An array object in the file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -86,7 +86,7 @@ class _Piece:
 
 
 class _Walker:
-    """Walks the maps of a file, jumping over array bytes."""
+    """Walks the maps of a file and skips array bytes."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
@@ -96,7 +96,7 @@ class _Walker:
         self._items = 0
 
     def walk_map(self, prefix: str, depth: int) -> None:
-        """Collect the arrays below the map that starts here."""
+        """Collect the arrays of the map that starts here."""
         count = self._map_length(depth)
         for i in range(count):
             step = self._key()
@@ -111,12 +111,12 @@ class _Walker:
         return None
 
     def at_map(self) -> bool:
-        """Whether the next object is a map."""
+        """Return whether the next object is a map."""
         code = self._window(1)[0]
         return 0x80 <= code <= 0x8F or code in (0xDE, 0xDF)
 
     def _chunked(self, name: str, count: int, depth: int) -> None:
-        """An array in flat chunks: the rest of a map whose first key was the marker."""
+        """Read an array in flat chunks: the rest of a map whose first key was the marker."""
         self._decode("unpack", limit=16)  # the marker's value, always true
         shape, pieces = None, []
         for _ in range(count - 1):
@@ -133,7 +133,7 @@ class _Walker:
         self._add(name, shape, pieces)
 
     def _numbered(self, name: str, depth: int) -> Iterator[int]:
-        """Read the keys "0", "1", ... of a map that stands for a tuple; the caller reads each value."""
+        """Read the keys "0", "1", ... of a map that represents a tuple; the caller reads each value."""
         for i in range(self._map_length(depth)):
             if self._key() != str(i):
                 self._fail(f"array {name!r} has its parts out of order")
@@ -145,7 +145,7 @@ class _Walker:
         self.entries.append(Entry(name, shape, pieces[0].dtype, self.path, segments, "flax", self.stamp))
 
     def _piece(self, name: str) -> _Piece:
-        """The array object that starts here; moves past it."""
+        """Return the array object that starts here, and move past it."""
         code, payload, end = self._extension(name)
         if code not in (_ARRAY, _SCALAR):
             self._fail(f"{name!r} holds an object of unknown type {code}")
@@ -164,7 +164,7 @@ class _Walker:
         return _Piece(shape, DTYPES[kind], offset, nbytes)
 
     def _extension(self, name: str) -> tuple[int, int, int]:
-        """Type code, first byte and end of the extension object that starts here."""
+        """Return type code, first byte and end of the extension object that starts here."""
         code = self._window(1)[0]
         if code in _EXT_FIXED:
             start, length = self.position + 1, _EXT_FIXED[code]
@@ -179,7 +179,7 @@ class _Walker:
         return kind, start + 1, start + 1 + length
 
     def _sized(self, widths: dict[int, int], what: str) -> tuple[int, int]:
-        """First byte and length of an object whose first byte tells the width of its length field."""
+        """Return first byte and length of an object whose first byte determines the width of its length field."""
         width = widths.get(self._window(1)[0])
         if width is None:
             self._fail(f"{what} are not stored as bytes")
@@ -187,7 +187,7 @@ class _Walker:
         return self.position + 1 + width, int.from_bytes(field[1:], "big")
 
     def _map_length(self, depth: int) -> int:
-        """Read a map's header; refuses what no real checkpoint needs."""
+        """Read a map's header; refuse sizes that no real checkpoint has."""
         count = self._decode("read_map_header", limit=8)
         self._items += count
         if depth > MAX_DEPTH:
@@ -202,7 +202,7 @@ class _Walker:
         return check_name(self.path, self._decode("unpack", limit=MAX_NAME + 8))
 
     def _decode(self, method: str, limit: int) -> Any:
-        """One small object at the current position, decoded by msgpack from at most ``limit`` bytes."""
+        """Decode a small object at the current position from at most ``limit`` bytes."""
         window = self._window(1, limit)
         unpacker = msgpack.Unpacker(
             max_buffer_size=_WINDOW, max_array_len=MAX_RANK, max_map_len=0, max_ext_len=0, max_bin_len=0, raw=False
@@ -216,7 +216,7 @@ class _Walker:
         return value
 
     def _window(self, need: int, limit: int | None = None) -> bytes:
-        """At least ``need`` and at most ``limit`` bytes from the current position."""
+        """Return at least ``need`` and at most ``limit`` bytes from the current position."""
         self.file.seek(self.position)
         window = self.file.read(limit or need)
         if len(window) < need:

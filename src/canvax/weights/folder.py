@@ -32,30 +32,12 @@ DEFAULTS = "canvax.json"
 
 Library = Literal["diffusers", "transformers"]
 
-KINDS: dict[str, Library] = {
-    "unet": "diffusers",
-    "transformer": "diffusers",
-    "vae": "diffusers",
-    "text_encoder": "transformers",
-    "text_encoder_2": "transformers",
-}
-"""Components whose weights canvax reads, and the library whose file names they use."""
-
-OTHER_KINDS: dict[str, Library] = {"safety_checker": "transformers"}
-"""Components that are read if they are asked for."""
-
-PLAIN_FILES: dict[str, tuple[str, ...]] = {
-    "scheduler": ("scheduler_config.json",),
-    **dict.fromkeys(
-        ("tokenizer", "tokenizer_2", "processor"),
-        (
-            *("tokenizer.json", "vocab.json", "merges.txt"),
-            *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-            *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-        ),
-    ),
-}
-"""Components without weights, and the files of theirs that canvax reads or copies."""
+_PLAIN = re.compile(r"(scheduler|tokenizer|processor)(?:_\d+)?")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+)
 
 STEMS: dict[Library, str] = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 FLAX_FILES: dict[Library, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
@@ -82,15 +64,38 @@ class WeightPlan:
     variant: str | None
 
 
-def read_index(name: str, path: Path, accept: Accept | None, names: Collection[str]) -> Mapping[str, Any]:
+def plain_files(component: str) -> tuple[str, ...]:
+    """Return the files that canvax reads or copies of a component without weights; () for others."""
+    if is_tokenizer(component):
+        return _TOKENIZER_FILES
+    return ("scheduler_config.json",) if _PLAIN.fullmatch(component) else ()
+
+
+def is_tokenizer(component: str) -> bool:
+    """Return whether a component is a tokenizer, or the processor of images and text that contains it."""
+    match = _PLAIN.fullmatch(component)
+    return match is not None and match[1] != "scheduler"
+
+
+def library_of(component: str) -> Library:
+    """Return the library whose class a component is, and whose file names its weights have."""
+    transformers = component.startswith(("text_encoder", "safety_checker")) or is_tokenizer(component)
+    return "transformers" if transformers else "diffusers"
+
+
+def read_index(
+    name: str, path: Path, accept: Accept | None, names: Collection[str], known: Collection[str]
+) -> Mapping[str, Any]:
     """``model_index.json`` of the model in a folder, which has files of these ``names``; ``accept`` may refuse it.
+
+    ``known``: the components that canvax reads.
 
     Raises:
         CheckpointError: it is malformed or refused, or a component is in another repository.
     """
     index = read_json(path / (index_in(names) or INDEX))
     if index_in(names) == MODULAR:
-        index = _plain(name, index, {file.split("/")[0] for file in names})
+        index = _plain(name, index, {file.split("/")[0] for file in names}, known)
     if accept is not None:
         try:
             accept(index)
@@ -104,14 +109,14 @@ def index_in(names: Collection[str]) -> str | None:
     return next((name for name in INDICES if name in names), None)
 
 
-def _plain(name: str, index: Mapping[str, Any], folders: Collection[str]) -> dict[str, Any]:
+def _plain(name: str, index: Mapping[str, Any], folders: Collection[str], known: Collection[str]) -> dict[str, Any]:
     """Return the index of a modular pipeline as that of another; each entry has library, class and where it is from."""
     plain = dict(index)
     for part, entry in index.items():
         if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
             plain[part] = entry[2].get("type_hint") if entry[:2] == [None, None] else entry[:2]
             where = entry[2].get("pretrained_model_name_or_path")
-            if part in (*KINDS, *PLAIN_FILES) and part not in folders and where:
+            if part in known and part not in folders and where:
                 raise CheckpointError(
                     f"{name}: has no folder {part}; its {part} is in another repository, {where!r:.99}. Download both, "
                     f"and put the files of the {part} into a folder {part} beside {MODULAR}."
@@ -130,14 +135,14 @@ def modular(index: Mapping[str, Any]) -> dict[str, Any]:
     return {part: entry for part, entry in result.items() if index.get(part) != [None, None]}
 
 
-def components_of(name: str, index: Mapping[str, Any]) -> dict[str, str]:
-    """The components to read, and their classes.
+def components_of(name: str, index: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
+    """The components to read, of those that are ``known``, and their classes; those with weights come first.
 
     Raises:
         CheckpointError: the index is malformed, or names code that comes with the checkpoint.
     """
     components = {}
-    for component in (*KINDS, *PLAIN_FILES):
+    for component in sorted(known, key=lambda component: bool(plain_files(component))):
         value = index.get(component)
         if value is None or value == [None, None]:
             continue
@@ -155,23 +160,30 @@ def components_of(name: str, index: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_folder(
-    name: str, path: Path, index: Mapping[str, Any], revision: str | None, variant: str | None, *, weights: bool
+    name: str,
+    path: Path,
+    index: Mapping[str, Any],
+    revision: str | None,
+    variant: str | None,
+    known: Collection[str],
+    *,
+    weights: bool,
 ) -> ModelFiles:
-    """The model in a folder, whose configs are read.
+    """The model in a folder, whose configs are read; ``known``: the components that canvax reads.
 
     Raises:
         CheckpointError: lists every folder, config and, with ``weights``, weight file that is missing.
     """
-    components, configs, faults = components_of(name, index), {}, []
+    components, configs, faults = components_of(name, index, known), {}, []
 
     def files_of(component: str) -> list[Path]:
-        return find_weights(path / component, KINDS[component], variant)
+        return find_weights(path / component, library_of(component), variant)
 
     for component in components:
         try:
-            if component in KINDS and weights:
+            if weights and not plain_files(component):
                 files_of(component)
-            if component in KINDS or component == "scheduler":
+            if not plain_files(component) or component == "scheduler":
                 configs[component] = read_json(path / component / config_file(component))
             else:
                 names_in(path / component)
@@ -179,14 +191,15 @@ def read_folder(
             faults.append(str(error))
     _report(name, faults)
     if weights:
-        _check_variant_exists(name, variant, {part: names_in(path / part) for part in components if part in KINDS})
+        weighty = [part for part in components if not plain_files(part)]
+        _check_variant_exists(name, variant, {part: names_in(path / part) for part in weighty})
     unread = tuple(
         component
         for component, value in index.items()
         if isinstance(value, list)
         and len(value) == 2
         and isinstance(value[1], str)
-        and component not in (*KINDS, *PLAIN_FILES)
+        and component not in known
         and not component.startswith("_")
     )
 
@@ -198,12 +211,13 @@ def read_folder(
 
 def config_file(component: str) -> str:
     """The name of a component's config file."""
-    return f"{component.removesuffix('_2')}_config.json" if component in PLAIN_FILES else "config.json"
+    match = _PLAIN.fullmatch(component)
+    return f"{match[1]}_config.json" if match else "config.json"
 
 
 def small_files(components: Collection[str], names: Collection[str]) -> list[str]:
     """Those of ``names``, relative to the model's folder, that are read beside the index and the weights."""
-    wanted = [f"{part}/{file}" for part in components for file in PLAIN_FILES.get(part, ("config.json",))]
+    wanted = [f"{part}/{file}" for part in components for file in plain_files(part) or ("config.json",)]
     return [name for name in (DEFAULTS, CONCEPTS, *wanted) if name in names]
 
 
@@ -218,13 +232,13 @@ def plan_components(
     inside = {
         part: [file.removeprefix(f"{part}/") for file in names if file.startswith(f"{part}/")]
         for part in components
-        if part in KINDS
+        if not plain_files(part)
     }
     _check_variant_exists(name, variant, inside)
     plans, faults = {}, []
     for part, files in inside.items():
         try:
-            plans[part] = plan_weights(files, KINDS[part], variant, f"{name}/{part}")
+            plans[part] = plan_weights(files, library_of(part), variant, f"{name}/{part}")
         except CheckpointError as error:
             faults.append(str(error))
     _report(name, faults)
@@ -318,7 +332,7 @@ def _variants(names: Collection[str], kind: Library) -> list[str]:
 
 def _check_variant_exists(name: str, variant: str | None, files: Mapping[str, Collection[str]]) -> None:
     """Refuse a variant that no component has; ``files`` are the file names of each."""
-    known = sorted({other for part, inside in files.items() for other in _variants(inside, KINDS[part])})
+    known = sorted({other for part, inside in files.items() for other in _variants(inside, library_of(part))})
     if variant is not None and variant not in known:
         cure = f"it has {', '.join(map(repr, known))}" if known else "it has none, leave variant out"
         raise CheckpointError(f"{name}: has no weights of variant = {variant!r}; {cure}.")

@@ -1,4 +1,4 @@
-"""The layouts of names that files have, as tables. Ours are the names of today's PyTorch diffusers files.
+"""Tables of the names that files use. Specs have the names of current PyTorch diffusers files.
 
     UNet              input_blocks.4.1.norm.weight            down_blocks.1.attentions.0.norm.weight
     VAE               decoder.up.3.block.0.nin_shortcut.bias  decoder.up_blocks.0.resnets.0.conv_shortcut.bias
@@ -8,9 +8,9 @@
     TAESD             decoder.1.weight                        decoder.layers.0.weight
     llama.cpp         blk.0.attn_q.weight                     model.layers.0.self_attn.q_proj.weight
 
-The first three are those of the original Stable Diffusion code, which single files have. (Rombach et al. 2022,
+The first three are those of the original Stable Diffusion code, as in single files. (Rombach et al. 2022,
 "High-Resolution Image Synthesis with Latent Diffusion Models"; Ilharco et al. 2021, "OpenCLIP".) Flax files, old files
-and files without a prefix are known by ``spellings``. The names of transformers are data of their families.
+and files without a prefix are read by ``spellings``. Names of transformers belong to their families.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _UNET = (
 )
 
 
-def _resnet(theirs: str, ours: str) -> list[Rule]:
-    return [Rule(f"{theirs}.{their}", f"{ours}.{our}") for their, our in _RESNET.items()]
+def _resnet(external: str, internal: str) -> list[Rule]:
+    return [Rule(f"{external}.{old}", f"{internal}.{new}") for old, new in _RESNET.items()]
 
 
 MOST = 100
-"""Items of a list of blocks that have rules, whatever a file claims to have."""
+"""Largest number of blocks for which rules are made, whatever a file contains."""
 
 
 def unet_rules(names: Collection[str]) -> list[Rule]:
-    """Those of a UNet; ``names`` in either layout tell how many blocks it has."""
+    """Return the rules for a UNet; ``names`` in either layout determine the number of blocks."""
     stride = _numbers(names, r"input_blocks\.(\d+)\.0\.op\.")
     each = min(stride, default=2 + max(_numbers(names, r"down_blocks\.0\.resnets\.(\d+)\."), default=1))
-    each = max(1, min(each, MOST))  # resnets of a level, and what follows
+    each = max(1, min(each, MOST))  # resnets of a level, and the resizing layer
     last = max(_numbers(names, r"(?:input|output)_blocks\.(\d+)\."), default=0) // each
     levels = 1 + max(last, max(_numbers(names, r"(?:down|up)_blocks\.(\d+)\."), default=0))
     attends = _numbers(names, r"up_blocks\.(\d+)\.attentions\.")
@@ -72,24 +72,24 @@ def unet_rules(names: Collection[str]) -> list[Rule]:
             rules.append(Rule(f"output_blocks.{at}.1", f"up_blocks.{level}.attentions.{i}"))
         end = (level + 1) * each
         rules.append(Rule(f"input_blocks.{end}.0.op", f"down_blocks.{level}.downsamplers.0.conv"))
-        # What enlarges comes behind the attention of its level, if that attends.
+        # Upsampling follows the attention of its level, if there is any.
         for place in (2, 1) if level in attends else (1, 2):
             rules.append(Rule(f"output_blocks.{end - 1}.{place}.conv", f"up_blocks.{level}.upsamplers.0.conv"))
     return rules
 
 
 def vae_rules(names: Collection[str]) -> list[Rule]:
-    """Those of an autoencoder, from names as for a UNet; decoders count their levels the other way round."""
+    """Return the rules for an autoencoder, from names as for a UNet; decoders count their levels in reverse."""
     top = max(_numbers(names, r"decoder\.up(?:_blocks)?\.(\d+)\."), default=0)
     rules = []
     for side, way, sampler in (("encoder", "down", "downsample"), ("decoder", "up", "upsample")):
         for level in range(min(top, MOST) + 1):
-            theirs = f"{side}.{way}.{level}"
-            ours = f"{side}.{way}_blocks.{level if way == 'down' else top - level}"
+            external = f"{side}.{way}.{level}"
+            internal = f"{side}.{way}_blocks.{level if way == 'down' else top - level}"
             rules += [
-                Rule(f"{theirs}.block.*", f"{ours}.resnets.*"),
-                Rule(f"{theirs}.block.*.nin_shortcut", f"{ours}.resnets.*.conv_shortcut"),
-                Rule(f"{theirs}.{sampler}", f"{ours}.{sampler}rs.0"),
+                Rule(f"{external}.block.*", f"{internal}.resnets.*"),
+                Rule(f"{external}.block.*.nin_shortcut", f"{internal}.resnets.*.conv_shortcut"),
+                Rule(f"{external}.{sampler}", f"{internal}.{sampler}rs.0"),
             ]
         middle, attention = f"{side}.mid_block", f"{side}.mid_block.attentions.0"
         rules += [
@@ -128,11 +128,11 @@ OPEN_CLIP = Names(
         Rule("text_projection", "text_projection.weight", "transposed"),
     ]
 )
-"""OpenCLIP's text encoder, which stores queries, keys and values as one array."""
+"""Rules for OpenCLIP's text encoder, which stores queries, keys and values as one array."""
 
 
 def controlnet_rules(names: Collection[str]) -> list[Rule]:
-    """Those of a ControlNet, half of which is a UNet."""
+    """Return the rules for a ControlNet, half of which is a UNet."""
     last = max(_numbers(names, r"input_hint_block\.(\d+)\."), default=0)
     hint = "controlnet_cond_embedding"
     rules = unet_rules(names)
@@ -147,14 +147,14 @@ def controlnet_rules(names: Collection[str]) -> list[Rule]:
 
 
 def t2i_adapter_rules(names: Collection[str]) -> list[Rule]:
-    """Those of a T2I-Adapter; the original code numbers residual blocks through, two for each block."""
+    """Return the rules for a T2I-Adapter; the original code numbers all residual blocks, two per block."""
     rules = [Rule("", "adapter")]
     rules += [Rule(f"body.*.body.*.{part}", f"adapter.body.*.resnets.*.{part}") for part in ("block1", "block2")]
     for i in range(min(MOST, 1 + max(_numbers(names, r"body\.(\d+)\."), default=0))):
         rules += [
             Rule(f"body.{i}.{part}", f"adapter.body.{i // 2}.resnets.{i % 2}.{part}") for part in ("block1", "block2")
         ]
-        if "conv_in.weight" in names:  # light adapters have none
+        if "conv_in.weight" in names:  # absent from light adapters
             rules += [Rule(f"body.{i}.{part}", f"adapter.body.{i // 2}.{part}") for part in ("in_conv", "out_conv")]
     return rules
 
@@ -163,7 +163,7 @@ _IN_A_MODEL = re.compile(r"(model\.)?(language_model\.)?(?=.)")
 
 
 def whole_name(name: str) -> str:
-    """The name that an array of a language model has in files of the whole model, with head and vision encoder."""
+    """Return the name of a language model's array in files of the whole model, with head and vision encoder."""
     if name.startswith(("lm_head.", "visual.", "model.visual.")):
         return name.removeprefix("model.")
     return _IN_A_MODEL.sub("model.", name, count=1)
@@ -175,8 +175,8 @@ LLAMA_CPP = Names(
         Rule("output_norm", "model.norm"),
         Rule("output", "lm_head"),
         *(
-            Rule(f"blk.*.{theirs}", f"model.layers.*.{ours}")
-            for theirs, ours in (
+            Rule(f"blk.*.{external}", f"model.layers.*.{internal}")
+            for external, internal in (
                 ("attn_norm", "input_layernorm"),
                 ("ffn_norm", "post_attention_layernorm"),
                 *((f"attn_{part}", f"self_attn.{part}_proj") for part in "qkv"),
@@ -187,13 +187,13 @@ LLAMA_CPP = Names(
         ),
     ]
 )
-"""A language model as llama.cpp stores it. It turns the queries and keys of a Llama around, and not those of a Qwen."""
+"""Rules for a language model of llama.cpp, which reorders the queries and keys of a Llama, but not of a Qwen."""
 
 
 TAESD = Names(
     [
         Rule("encoder.*", "encoder.layers.*"),
-        *(Rule(f"decoder.{i}", f"decoder.layers.{i - 1}") for i in range(1, MOST)),  # the clamp is number 0
+        *(Rule(f"decoder.{i}", f"decoder.layers.{i - 1}") for i in range(1, MOST)),  # the clamp has number 0
     ]
 )
 
@@ -201,14 +201,14 @@ TAESD = Names(
 _OLD_ATTENTION = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
 _OLD_STEP = re.compile(r"\.(to_q|to_k|to_v|to_out\.0)(?=\.(?:weight|bias)$)")
 _FLAX_LISTS = {"layers"}
-"""Lists whose items Flax stores one level down, ``layers/0``, instead of as ``layers_0``."""
+"""Lists whose items Flax stores one level deeper, as ``layers/0`` instead of ``layers_0``."""
 
 _LEFTOVER = re.compile(r"(text_model\.|(vision_model\.){0,2})embeddings\.position_ids")
-"""Not weights: the numbers from 0 on, which older files of encoders hold."""
+"""Buffers without weights: position ids, in older files of encoders."""
 
 
 def spellings(name: str, param: Param) -> Iterator[str]:
-    """The names that a parameter has in files in the layout of diffusers, old ones and Flax files; its name first."""
+    """Return the names of a parameter in diffusers files, old ones and Flax files; the current name is first."""
     old = _OLD_STEP.sub(lambda match: f".{_OLD_ATTENTION[match[1]]}", name)
     for spelling in dict.fromkeys((name, old)):
         for spelled in (spelling, flax_name(spelling, param)):
@@ -217,12 +217,12 @@ def spellings(name: str, param: Param) -> Iterator[str]:
 
 
 def is_leftover(entry: Entry) -> bool:
-    """Whether an array is known to be of no use, so that leaving it unread is right."""
+    """Return whether an array is known to be unused."""
     return _LEFTOVER.fullmatch(entry.name.replace("/", ".")) is not None
 
 
 def flax_name(name: str, param: Param) -> str:
-    """The Flax path of a parameter."""
+    """Return the Flax path of a parameter."""
     *steps, leaf = name.split(".")
     path: list[str] = []
     for step in steps:
@@ -236,7 +236,7 @@ def flax_name(name: str, param: Param) -> str:
 
 
 def accepted_shapes(param: Param, entry: Entry) -> tuple[tuple[int, ...], ...]:
-    """The shapes in which the entry's file format may store ``param``; the first is the usual one."""
+    """Return the shapes in which the entry's file format may store ``param``; the usual one is first."""
     if entry.order == "torch":
         return param.checkpoint_shapes
     if param.layout in ("linear", "conv1x1"):
@@ -246,7 +246,7 @@ def accepted_shapes(param: Param, entry: Entry) -> tuple[tuple[int, ...], ...]:
 
 
 def numbered(names: Collection[str], pattern: str) -> int:
-    """How many of a numbered list there are."""
+    """Return the length of a numbered list."""
     return 1 + max(_numbers(names, pattern), default=-1)
 
 

@@ -1,9 +1,9 @@
-"""The GGUF container, checked before use. The package ``gguf`` decodes the blocks of its quantized arrays.
+"""The GGUF container, checked before use. The package ``gguf`` decodes the blocks of quantised arrays.
 
-A file is a head, facts, a line for each array, and the arrays, each at a multiple of the alignment and the next right
-behind it. A line gives an array's name, its sizes from the last axis to the first, type and offset. Arrays are called
-as the program that wrote the file calls them: those of transformers as ComfyUI does, those of language models as
-llama.cpp does. (Format: ggml's documentation, "GGUF".)
+A file is a header, metadata, one record per array, and the arrays, each at a multiple of the alignment directly after
+the previous one. A record has an array's name, its sizes from the last axis to the first, type and offset. Names are
+those of the program that wrote the file: of ComfyUI for transformers, of llama.cpp for language models. (Format: ggml's
+documentation, "GGUF".)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from canvax.weights.entries import (
 )
 
 MAX_HEADER = 100_000_000
-"""The longest header that is read, in bytes. A vocabulary takes a tenth of it."""
+"""Largest header that is read, in bytes. A vocabulary takes a tenth of it."""
 
 MAX_ALIGNMENT = 1 << 20
 
@@ -51,20 +51,19 @@ _PLAIN = {
     28: np.dtype("<f8"),
     30: np.dtype(ml_dtypes.bfloat16),
 }
-"""The types whose items are numbers."""
+"""Types whose items are numbers."""
 
 
 def open_gguf(path: Path, *, plain_names: bool = True) -> list[Entry]:
-    """The arrays of a GGUF file, in file order; no array is read.
+    """Open the arrays of a GGUF file, in file order; no array is read.
 
     Args:
         path: the file.
-        plain_names: refuse names that no module has.
+        plain_names: refuse names that cannot be a module's.
 
     Raises:
-        CheckpointError: the file is truncated, is something else, lies about itself, or its arrays are of a type that
-            cannot be read.
-        InputError: it has quantized arrays, and the package ``gguf`` is missing.
+        CheckpointError: the file is truncated, inconsistent, not a GGUF file, or has arrays of an unsupported type.
+        InputError: it has quantised arrays, and the package ``gguf`` is missing.
     """
     with BufferedReader(open_weight_file(path), 1 << 16) as file:  # type: ignore[arg-type]
         stamp, size = file_stamp(file), file_size(file)
@@ -96,7 +95,7 @@ def open_gguf(path: Path, *, plain_names: bool = True) -> list[Entry]:
 
 
 def _read_header(path: Path, file: BufferedReader) -> tuple[dict[str, Any], list[tuple[str, list[int], int, int]], int]:
-    """The facts that are single values, the lines (name, sizes, type, offset), and where they end."""
+    """Return the metadata with single values, the records (name, sizes, type, offset), and the end of the header."""
     total = left = min(file_size(file), MAX_HEADER)
 
     def take(count: int) -> bytes:
@@ -128,7 +127,7 @@ def _read_header(path: Path, file: BufferedReader) -> tuple[dict[str, Any], list
                 take(int.from_bytes(take(8), "little"))
         else:
             raise CheckpointError(f"{path}: its header has a list of the kind {kind}. {DAMAGED}")
-        return None  # a vocabulary, which nobody here asks for
+        return None  # a vocabulary, which is not used
 
     head = file.peek(64)[:64]
     if head[:4] != b"GGUF":
@@ -153,7 +152,7 @@ def _read_header(path: Path, file: BufferedReader) -> tuple[dict[str, Any], list
 
 
 def _quantized(path: Path, name: str, kind: int) -> tuple[np.dtype, Decode]:
-    """How an array of a type with blocks is stored and read."""
+    """Return the storage format and decoder of a block type."""
     try:
         stored = _blocks(kind)
     except ImportError:
@@ -171,7 +170,7 @@ def _quantized(path: Path, name: str, kind: int) -> tuple[np.dtype, Decode]:
 
 @cache
 def _blocks(kind: int) -> tuple[np.dtype, Decode] | None:
-    """Items and decoder of a type with blocks; None for one that the package does not know or cannot decode.
+    """Return items and decoder of a block type; None if the package does not know it or cannot decode it.
 
     Raises:
         ImportError: the package is missing.
@@ -182,8 +181,8 @@ def _blocks(kind: int) -> tuple[np.dtype, Decode] | None:
         return lambda items, start: numbers_of(items)
 
     def numbers_of(items: HostArray) -> HostArray:
-        # As one row: rows are decoded by sixteens, which for single blocks takes many times as long.
-        with np.errstate(all="ignore"):  # scales that are not finite
+        # As one row: rows are decoded in groups of sixteen, which is many times slower for single blocks.
+        with np.errstate(all="ignore"):  # non-finite scales
             return dequantize(items.view(np.uint8).reshape(1, -1), quantization).reshape(-1)
 
     try:

@@ -1,8 +1,8 @@
-"""The model hub: the files of one commit of a repository, with a clear message for whatever goes wrong.
+"""The model hub: downloads the files of one commit of a repository, with clear messages for all failures.
 
-``huggingface_hub`` is imported when first needed. It does the transport and keeps the cache, and obeys HF_ENDPOINT,
-HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_DISABLE_PROGRESS_BARS. What a Hub answers may come from a mirror, and over
-plain HTTP from anybody, so its names and hashes are checked before the library makes paths of them.
+``huggingface_hub`` is imported at first use. It does the transport, keeps the cache, and obeys HF_ENDPOINT, HF_HOME,
+HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_DISABLE_PROGRESS_BARS. The answers may come from a mirror, or over plain HTTP from
+an attacker, so names and hashes are checked before the library makes paths of them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from canvax.weights.location import Location
 
 Answer = TypeVar("Answer")
 LONGEST_ANSWER = 60.0
-"""Seconds for the list of a model's files, however slowly they come in."""
+"""Time limit in seconds for the list of a model's files, even if bytes keep coming."""
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[\w\-]{1,128}", re.ASCII)
-"""A hash, of which the library makes the name of a file in its cache."""
+"""A hash, which the library uses as a file name in its cache."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Commit:
     """One commit of a repository.
 
     Attributes:
-        location: the repository and how to reach it.
+        location: the repository and the download settings.
         sha: the commit.
-        names: names of its files; None when the Hub is not to be asked, and only what is in the cache can be had.
-        root: a file at the top that every copy in the cache has.
+        names: names of its files; None offline, when only cached files are available.
+        root: a top-level file that every cached copy has.
     """
 
     location: Location
@@ -53,19 +53,19 @@ class Commit:
 
     @property
     def folder(self) -> Path:
-        """The folder in the cache that holds the commit."""
+        """Folder of the commit in the cache."""
         path = self._cached(self.root)
         if path is None:
             raise HubError(f"{self.location.text}: {self.root} of commit {self.sha} has vanished from the cache.")
         return path.parents[len(PurePosixPath(self.root).parts) - 1]
 
     def fetch(self, names: Collection[str], *, progress: bool = False) -> Path:
-        """Download files that are not in the cache yet; returns the folder in the cache that holds the commit.
+        """Download files that are not in the cache yet; return the commit's folder in the cache.
 
-        Files that turn out to be damaged are removed from the cache, so that the next attempt downloads them again.
+        Damaged files are removed from the cache, so that the next attempt downloads them again.
 
         Raises:
-            HubError: the Hub cannot be reached, or what it answers cannot be trusted.
+            HubError: the Hub cannot be reached, or its answer is not trustworthy.
             CheckpointError: the repository lacks a file, or a file is damaged.
         """
         if self.names is None:
@@ -84,7 +84,7 @@ class Commit:
         return self.folder
 
     def remember(self) -> None:
-        """Note in the cache which commit the revision is, for later use offline; a read-only cache is left as it is."""
+        """Record the revision's commit in the cache for later offline use; a read-only cache is left unchanged."""
         revision = self.location.revision or "main"
         ref = self.folder.parent.parent / "refs" / revision
         if revision == self.sha or (ref.is_file() and ref.read_text() == self.sha):
@@ -95,14 +95,14 @@ class Commit:
                 temporary.write_text(self.sha)
 
     def _cached(self, name: str) -> Path | None:
-        """Where a file is in the cache, if it is there."""
+        """Return the cached path of a file; None if it is not cached."""
         from huggingface_hub import try_to_load_from_cache
 
         path = try_to_load_from_cache(self.location.text, name, cache_dir=self.location.cache_dir, revision=self.sha)
         return Path(path) if isinstance(path, str) else None
 
     def _check_answer(self, name: str) -> None:
-        """Ask for a file's hash, which the library would make a path of, whatever it is."""
+        """Ask for a file's hash and check it, since the library makes a path of it."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
@@ -133,13 +133,13 @@ class Commit:
             raise HubError(str(explain(error, self.location))) from error
 
     def _check_file(self, name: str) -> None:
-        """Look at a file that has just been downloaded."""
+        """Check a downloaded file."""
         path = self._cached(name)
         if path is None:
             raise HubError(f"{self.location.text}: file {name} was not downloaded. Check HF_ENDPOINT, and try again.")
         blob = Path(os.path.normpath(path.parent / os.readlink(path))) if path.is_symlink() else path
         if blob != path and not (blob.parent.name == "blobs" and _ETAG.fullmatch(blob.name)):
-            # It answered twice, and differently. The file may have been there before, so it is not removed.
+            # Two answers differ. The file may have existed before, so it is not removed.
             raise HubError(
                 f"{self.location.text}: the Hub had file {name} written to {blob}, outside of the cache. Look at that "
                 "file, and do not use this HF_ENDPOINT."
@@ -159,12 +159,12 @@ class Commit:
 
 
 def find_commit(location: Location, *roots: str) -> Commit:
-    """The commit that a Hub id and revision stand for now; the one in the cache if the Hub may not be asked.
+    """Return the current commit of a Hub id and revision; offline, the cached one.
 
-    Every copy in the cache has a file of one of the names ``roots``.
+    Every cached copy has one of the files ``roots``.
 
     Raises:
-        HubError: the Hub cannot be reached and nothing is in the cache, it refuses, or it does not have the model.
+        HubError: the Hub cannot be reached and the cache is empty, it refuses, or it does not have the model.
     """
     _check_environment(location)
     from huggingface_hub import HfApi, constants
@@ -195,7 +195,7 @@ def find_commit(location: Location, *roots: str) -> Commit:
 
 
 def _check_environment(location: Location) -> None:
-    """Refuse variables that the Hub library would stumble over while it is imported."""
+    """Refuse environment variables with which the Hub library would fail on import."""
     wrong = [
         name
         for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT")
@@ -211,7 +211,7 @@ def _check_environment(location: Location) -> None:
 
 
 def _cached_commit(location: Location, roots: Sequence[str]) -> Commit:
-    """The commit of the revision that the cache holds."""
+    """Return the cached commit of the revision."""
     from huggingface_hub import try_to_load_from_cache
 
     revision = location.revision or "main"
@@ -226,25 +226,25 @@ def _cached_commit(location: Location, roots: Sequence[str]) -> Commit:
 
 
 def _is_inside(name: Any) -> bool:
-    """Whether a file's name stays inside the folder it is put into, on any system."""
+    """Return whether a file's name stays inside its folder, on any system."""
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     return not PurePosixPath(name).is_absolute() and not PureWindowsPath(name).drive and ".." not in name.split("/")
 
 
 class _NoBar(tqdm):
-    """A progress bar that shows nothing; a switch for all bars would silence other threads too."""
+    """A progress bar that shows nothing; the library's global switch would affect other threads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "disable": True})
 
 
 def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What ``ask`` returns. It is left behind when it takes longer: limits of sockets hold for each piece of an answer.
+    """Return the result of ``ask``, unless it takes longer; socket timeouts only limit each piece of an answer.
 
     Raises:
         TimeoutError: it took longer.
-        Exception: what it raised.
+        Exception: raised by ``ask``.
     """
     answers: list[Answer] = []
     errors: list[Exception] = []
@@ -266,55 +266,57 @@ def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
 
 
 class Unreachable(HubError):
-    """The Hub did not answer at all."""
+    """The Hub did not answer."""
 
 
 def explain(error: Exception, location: Location, file: str | None = None) -> HubError:
-    """A message with a cure for what the Hub library raised; other exceptions are raised again."""
+    """Return the message with a cure for an exception of the Hub library; raise other exceptions again."""
     from huggingface_hub import errors
 
-    what = f"{location.text} (revision {location.revision or 'main'!r}{f', file {file}' if file else ''})"
+    where = f"{location.text} (revision {location.revision or 'main'!r}{f', file {file}' if file else ''})"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return HubError(
-            f"{what}: is gated. Accept its terms on its page on the Hub, then pass token=... or set HF_TOKEN."
+            f"{where}: is gated. Accept its terms on its page on the Hub, then pass token=... or set HF_TOKEN."
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return HubError(f"{what}: there is no such revision. Leave revision out for the main branch.")
+        return HubError(f"{where}: there is no such revision. Leave revision out for the main branch.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubError(
-            f"{what}: there is no such repository, or it is private. Check the spelling; for a private one "
+            f"{where}: there is no such repository, or it is private. Check the spelling; for a private one "
             "pass token=... or set HF_TOKEN."
         )
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        return explain(error.__cause__, location, file)  # the library tried its cache after this
+        return explain(error.__cause__, location, file)  # the library tried its cache afterwards
     if isinstance(error, errors.EntryNotFoundError):
-        return HubError(f"{what}: the file is not there.")
+        return HubError(f"{where}: the file is not there.")
     if status in (401, 403):
         return HubError(
-            f"{what}: the Hub refuses access (HTTP {status}). Pass a token with read access, or set HF_TOKEN."
+            f"{where}: the Hub refuses access (HTTP {status}). Pass a token with read access, or set HF_TOKEN."
         )
     if status == 429:
         return HubError(
-            f"{what}: the Hub asks to slow down (HTTP 429). Wait a little, or pass token=... for a higher limit."
+            f"{where}: the Hub asks to slow down (HTTP 429). Wait a little, or pass token=... for a higher limit."
         )
     if status is not None and status >= 400:
         kind = Unreachable if status >= 500 else HubError
         cure = "Try again later." if status >= 500 else "Check the name of the model, and HF_ENDPOINT."
-        return kind(f"{what}: the Hub answered HTTP {status}. {cure}")
+        return kind(f"{where}: the Hub answered HTTP {status}. {cure}")
     if isinstance(error, errors.HFValidationError):
-        return HubError(f"{what}: is not a valid Hub id. Use 'owner/name'.")
+        return HubError(f"{where}: is not a valid Hub id. Use 'owner/name'.")
     module = type(error).__module__
     if isinstance(error, ConnectionError | TimeoutError) or module.startswith(("httpx", "httpcore", "requests")):
         return Unreachable(
-            f"{what}: no folder of that name is here, and the Hub cannot be reached ({type(error).__name__}). "
+            f"{where}: no folder of that name is here, and the Hub cannot be reached ({type(error).__name__}). "
             "Check the spelling, the network and HF_ENDPOINT."
         )
     if isinstance(error, OSError):
-        return HubError(f"{what}: could not be stored in the cache ({error}). Check the space and rights of cache_dir.")
+        return HubError(
+            f"{where}: could not be stored in the cache ({error}). Check the space and rights of cache_dir."
+        )
     if isinstance(error, ValueError | LookupError | TypeError | AttributeError | AssertionError | RecursionError):
         return HubError(
-            f"{what}: the answer is not that of a Hub ({type(error).__name__}). Log in to the network if it has a "
+            f"{where}: the answer is not that of a Hub ({type(error).__name__}). Log in to the network if it has a "
             "login page, and check HF_ENDPOINT."
         )
     raise error

@@ -1,4 +1,4 @@
-"""What a file or folder of weights is and for which family, from headers alone: the one place that decides it."""
+"""Recognises a file or folder of weights, and the family it is for, from headers only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canvax.weights.folder import INDEX, INDICES
 from canvax.weights.safetensors import read_metadata
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
-"""How the names of these parts of a single file begin."""
+"""Prefixes of these parts in a single file."""
 
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
@@ -27,7 +27,7 @@ _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "conv1."
 _LANGUAGE_MODEL = re.compile(r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|blk\.0\.attn_q)\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
-"""Endings that browsers and downloaders give to files on their way."""
+"""Suffixes that browsers and downloaders give to incomplete files."""
 
 BASES = {
     768: "Stable Diffusion 1.x",
@@ -41,17 +41,17 @@ OTHERS = {
     "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
     "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
 }  # fmt: skip
-"""Pieces of names that only families without a UNet have."""
+"""Parts of names that only families without a UNet have."""
 
 
 class FileKind(NamedTuple):
     """A kind of file.
 
     Attributes:
-        name: with its article.
-        cure: what to do with it, for errors.
-        flag: the flag of the command line that takes it.
-        is_this: whether names and shapes are those of such a file.
+        name: display name with its article.
+        cure: advice for errors.
+        flag: the command-line flag that accepts it.
+        is_this: recognises the kind by names and shapes of arrays.
     """
 
     name: str
@@ -68,7 +68,7 @@ def _any(*starts: str) -> Callable[[Shapes], bool]:
 
 
 def _all(*starts: str) -> Callable[[Shapes], bool]:
-    """Whether the file is such a network alone. AnimateDiff's modules, which have a UNet's names, are none."""
+    """Return a test for files of a single network. AnimateDiff's modules, which have a UNet's names, are excluded."""
     return lambda shapes: all(name.startswith(starts) and "motion_modules." not in name for name in shapes)
 
 
@@ -95,7 +95,7 @@ T2I_ADAPTER = FileKind(
 )
 EMBEDDING = FileKind(
     "a textual inversion", "pass it to pipe.adapters.load_embedding (--embedding)", "--embedding",
-    # Vectors named by words; names of weights have dots.
+    # Vectors named like words; names of weights have dots.
     lambda shapes: all("." not in name and len(shape) in (1, 2) for name, shape in shapes.items()),
 )  # fmt: skip
 AUTOENCODER = FileKind("an autoencoder", "pass it to vae (--vae)", "--vae", _all(*_OF_A_VAE))
@@ -114,7 +114,7 @@ KINDS = (
     *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE),
     *(LANGUAGE_MODEL, TRANSFORMER, MODEL),
 )  # fmt: skip
-"""All of them; the first that fits is the kind of a file."""
+"""All kinds; the first that matches is the kind of a file."""
 
 CLASSES: Mapping[str, FileKind] = {
     **dict.fromkeys(
@@ -124,11 +124,11 @@ CLASSES: Mapping[str, FileKind] = {
     **dict.fromkeys((*AUTOENCODERS, "FlaxAutoencoderKL"), AUTOENCODER),
     "UNet2DConditionModel": UNET_ALONE,
 }
-"""FileKind of a folder with one network, by the class that its config names."""
+"""Kind of a folder with one network, by the class in its config."""
 
 
 def transformer_family(names: Collection[str]) -> Family | None:
-    """Return the family of the transformer that a file holds; None for other files."""
+    """Return the family of the transformer in a file; None for other files."""
     plain = [name.removeprefix(UNET) for name in names]
     for family in FAMILIES:
         if family.single_file and all(_begins(plain, start) for start in family.single_file.marks):
@@ -141,15 +141,15 @@ def _begins(names: Collection[str], start: str) -> bool:
 
 
 def identify(shapes: Shapes) -> FileKind | None:
-    """The kind of a file by the names and shapes of its arrays; None if nothing tells."""
+    """Return the kind of a file from the names and shapes of its arrays; None if it is unknown."""
     return next((kind for kind in KINDS if kind.is_this(shapes)), None) if shapes else None
 
 
 def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool = True) -> None:
-    """Refuse a file that is known to be of another kind than the wanted ones, or not for a UNet where it has to be.
+    """Refuse a file of another kind than the accepted ones, or, if required, one that is not for a UNet.
 
     Raises:
-        CheckpointError: naming the arguments that take it.
+        CheckpointError: names the arguments that accept it.
     """
     if not shapes:
         raise CheckpointError(f"{name}: is empty: it holds no array")
@@ -161,7 +161,7 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool =
 
 
 def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """The family of models that a file is or is for, "" if nothing tells; and the width of the text it reads, or 0."""
+    """Return the family of models that a file is or is for, "" if unknown, and the width of the text it reads, or 0."""
     if known := transformer_family(shapes):
         return known.title, 0
     for piece, family in OTHERS.items():
@@ -182,54 +182,54 @@ def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tupl
 
 
 def _width_read(name: str, shape: tuple[int, ...]) -> int:
-    """The width of the text that an array reads; 0 for one that reads none."""
+    """Return the width of the text that an array reads; 0 if it reads none."""
     split = split_name(name)
     module = (split.module if split else name.removesuffix(".weight")).replace(".", "_")
     reads = split is None or split.role in ("down", "diff") or name.endswith(".hada_w1_b")
     return shape[1] if reads and len(shape) > 1 and module.endswith(("attn2_to_k", "to_k_ip")) else 0
 
 
-class Found(NamedTuple):
-    """A file or folder.
+class FileReport(NamedTuple):
+    """Kind of a file or folder.
 
     Attributes:
-        path: where it is.
-        what: such as "a LoRA".
-        family: of models that it is or is for, such as "Stable Diffusion 1.x"; "" where nothing tells.
-        kind: None for what is no weights of a known kind.
+        path: its path.
+        kind_name: display name of the kind, such as "a LoRA".
+        family: family of the model, such as "Stable Diffusion 1.x"; "" if unknown.
+        kind: None for files that are not weights of a known kind.
     """
 
     path: Path
-    what: str
+    kind_name: str
     family: str = ""
     kind: FileKind | None = None
 
 
-def inspect(path: Path) -> Found | None:
-    """What a file, or a folder in the diffusers layout, is; None for all else. No pickle is opened."""
+def inspect(path: Path) -> FileReport | None:
+    """Identify a file, or a folder in the diffusers layout; None for anything else. No pickle is opened."""
     if path.is_dir():
         return _inspect_folder(path)
-    if what := _by_ending(path.suffix.lower()):
-        return Found(path, what)
+    if kind_name := _by_ending(path.suffix.lower()):
+        return FileReport(path, kind_name)
     if path.suffix.lower() not in WEIGHTS:
         return None
     try:
         shapes = {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}
         metadata = read_metadata(path) if path.suffix.lower() == ".safetensors" else {}
     except CheckpointError:
-        return Found(path, "damaged")
+        return FileReport(path, "damaged")
     except InputError:
-        return Found(path, "a GGUF file, which needs pip install '.[gguf]'")
+        return FileReport(path, "a GGUF file, which needs pip install '.[gguf]'")
     kind, family = identify(shapes), family_of(shapes, metadata)[0]
     if family in OTHERS.values() and kind is not LORA:
-        return Found(path, "weights that canvax does not run", family)
+        return FileReport(path, "weights that canvax does not run", family)
     missing = parts_missing(shapes) if kind is MODEL else []
-    what = f"a model without {' and '.join(missing)}" if missing else kind.name if kind else "not recognised"
-    return Found(path, what, family, None if missing else kind)
+    kind_name = f"a model without {' and '.join(missing)}" if missing else kind.name if kind else "not recognised"
+    return FileReport(path, kind_name, family, None if missing else kind)
 
 
-def listing(folder: Path) -> Iterator[Found]:
-    """What lies in a folder and in the folders in it."""
+def listing(folder: Path) -> Iterator[FileReport]:
+    """Return the files in a folder and its subfolders."""
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name.lower())):
         part = inspect(path)
         if part is not None:
@@ -239,14 +239,14 @@ def listing(folder: Path) -> Iterator[Found]:
 
 
 def unreadable(path: Path) -> str:
-    """What a file is that holds weights in no form that canvax opens as a model."""
+    """Return the format of a weight file that canvax cannot open as a model."""
     return _by_ending(path.suffix.lower()) or "no safetensors file"
 
 
 def parts_missing(names: Collection[str]) -> list[str]:
-    """What a single file of a whole model lacks."""
+    """Return the parts that a single file of a whole model lacks."""
     parts = {"a UNet": UNET, "an autoencoder": VAE, "a text encoder": _TEXT}
-    return [what for what, start in parts.items() if not any(name.startswith(start) for name in names)]
+    return [part for part, start in parts.items() if not any(name.startswith(start) for name in names)]
 
 
 def _by_ending(suffix: str) -> str:
@@ -259,14 +259,16 @@ def _by_ending(suffix: str) -> str:
     return ""
 
 
-def _inspect_folder(folder: Path) -> Found | None:
+def _inspect_folder(folder: Path) -> FileReport | None:
     if any((folder / name).is_file() for name in INDICES):
-        return Found(folder, MODEL.name, _family_of_config(_json(folder / "unet" / "config.json")), MODEL)
+        return FileReport(folder, MODEL.name, _family_of_config(_json(folder / "unet" / "config.json")), MODEL)
     config = _json(folder / "config.json")
     name = str(config.get("_class_name"))
     if (kind := CLASSES.get(name)) is not None and kind.flag:
-        return Found(folder, kind.name, _family_of_config(config), kind)
-    return Found(folder, f"a network alone ({name})", _family_of_config(config)) if "_class_name" in config else None
+        return FileReport(folder, kind.name, _family_of_config(config), kind)
+    return (
+        FileReport(folder, f"a network alone ({name})", _family_of_config(config)) if "_class_name" in config else None
+    )
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
-"""Files of IP-Adapters (Ye et al. 2023): one safetensors file, in which the arrays tell what kind it is.
+"""Files of IP-Adapters (Ye et al. 2023): one safetensors file, whose arrays determine the kind.
 
-image_proj.*                          what makes tokens of an image
+image_proj.*                          network that turns an image into tokens
 ip_adapter.<1, 3, 5, ...>.to_k_ip     keys and values for the attentions to the text: down, up, middle
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import NO_VALUE, CheckpointError, HubError, InputError
+from canvax.errors import CheckpointError, HubError, InputError
 from canvax.models.configs import ClipVisionConfig, UNetConfig
 from canvax.models.ip_adapter import HEAD, IPAdapter
 from canvax.weights.files import EncoderFiles, NetworkFiles, open_weights
@@ -21,7 +21,7 @@ from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import check_adapter, find_adapter, open_network
 
 FULL_TOKENS = 257
-"""What CLIP makes of an image with patches of 14 pixels: the usual number for the kind that reads all."""
+"""Tokens of CLIP's usual encoder with patches of 14 pixels, for the kind that reads all features."""
 
 _LAYER = re.compile(r"ip_adapter\.(\d+)\.to_[kv]_ip\.weight")
 _RESAMPLER_LAYER = re.compile(r"image_proj\.layers\.(\d+)\.")
@@ -30,10 +30,10 @@ _FACE_ID = re.compile(r"\.to_[qk]_lora\.|perceiver_resampler")
 
 
 def open_ip_adapter(location: Location) -> NetworkFiles:
-    """Find an adapter, fetching it if need be; no array is read.
+    """Find an adapter and download it if necessary; no array is read.
 
     Raises:
-        InputError, CheckpointError, HubError: it is missing, damaged, or something else.
+        InputError, CheckpointError, HubError: it is missing, damaged, or another kind of file.
     """
     name = str(location.name)
     (path, *_), _ = find_adapter(location, ())
@@ -55,16 +55,16 @@ def open_ip_adapter(location: Location) -> NetworkFiles:
 
 
 def check_ip_adapter(location: Location) -> None:
-    """Refuse what can be known to be none before anything is fetched."""
+    """Refuse locations that cannot be an IP-Adapter, before downloads."""
     refuse_pickle(str(location.name))
     check_adapter(location, ())
 
 
 def read_ip_adapter(files: NetworkFiles, unet: UNetConfig) -> IPAdapter:
-    """The adapter that arrays are of.
+    """Return the adapter that the arrays belong to.
 
     Raises:
-        CheckpointError: it is none that canvax knows.
+        CheckpointError: canvax does not know this kind.
     """
     shapes = files.shapes
 
@@ -88,12 +88,12 @@ def read_ip_adapter(files: NetworkFiles, unet: UNetConfig) -> IPAdapter:
 
 
 def count_layers(names: Iterable[str]) -> int:
-    """How many attentions a file has keys for."""
+    """Return the number of attentions that a file has keys for."""
     return len({match[1] for match in map(_LAYER.fullmatch, names) if match})
 
 
 def encoder_fault(cfg: ClipVisionConfig, adapter: IPAdapter) -> str | None:
-    """Why an adapter cannot read what an encoder makes; None if it can."""
+    """Return why an adapter cannot read an encoder's output; None if it can."""
     plain = adapter.kind == "plain"
     made = cfg.projection_dim if plain else cfg.hidden_size
     if made == adapter.reads:
@@ -102,7 +102,7 @@ def encoder_fault(cfg: ClipVisionConfig, adapter: IPAdapter) -> str | None:
 
 
 def encoder_wanted(adapter: IPAdapter) -> str:
-    """The released encoder that an adapter was trained with, by its widths."""
+    """Return the released encoder that an adapter was trained with, by its widths."""
     vectors = {768: "CLIP ViT-L/14", 1024: "OpenCLIP ViT-H/14", 1280: "OpenCLIP ViT-bigG/14"}
     features = {1024: "CLIP ViT-L/14", 1280: "OpenCLIP ViT-H/14", 1664: "OpenCLIP ViT-bigG/14"}
     encoder = (vectors if adapter.kind == "plain" else features).get(adapter.reads)
@@ -112,10 +112,10 @@ def encoder_wanted(adapter: IPAdapter) -> str:
 
 
 def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFiles, location: Location) -> EncoderFiles:
-    """The image encoder that was named or, for None, the one that lies beside the adapter and suits it.
+    """Return the encoder that was named or, for None, a suitable one next to the adapter.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no suitable encoder.
         CheckpointError, HubError: it is damaged, cannot be fetched or does not suit the adapter.
     """
     if named is not None:
@@ -129,11 +129,11 @@ def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFil
             return _open_encoder(*place, adapter, files)
         except (HubError, CheckpointError) as error:
             fault = str(error) if isinstance(error, CheckpointError) else fault
-    raise InputError("image_encoder", NO_VALUE, f"is needed for {files}: {fault}", encoder_wanted(adapter))
+    raise InputError("image_encoder", f"is needed for {files}: {fault}", cure=encoder_wanted(adapter))
 
 
 def _beside(files: NetworkFiles, location: Location) -> list[tuple[Location, str]]:
-    """Where the encoders of released adapters are, as seen from the adapter."""
+    """Return where the encoders of released adapters are, relative to the adapter."""
     if location.local() is None:
         repository, file = location.on_hub()
         inside = "/".join([*file.split("/")[:-1], "image_encoder"])
@@ -145,7 +145,7 @@ def _beside(files: NetworkFiles, location: Location) -> list[tuple[Location, str
 
 
 def _like(location: Location, name: str | Path) -> Location:
-    """An encoder fetched as the adapter is, and of the same commit if it is in the same repository."""
+    """Return an encoder's location with the adapter's settings, and its commit if it is in the same repository."""
     other = replace(location, name=name, revision=None, weight_name=None, argument="image_encoder")
     same = location.repository and other.repository and location.repository[0] == other.repository[0]
     return replace(other, revision=location.revision) if same and not Path(name).exists() else other

@@ -1,14 +1,13 @@
-"""A language model as the text encoder of a model whose files do not hold one.
+"""A language model as the text encoder of a model whose files do not contain one.
 
-ComfyUI, transformers    model.layers.0.self_attn.q_proj.weight, with lm_head.weight or without
+ComfyUI, transformers    model.layers.0.self_attn.q_proj.weight, with or without lm_head.weight
 Qwen3Model               layers.0.self_attn.q_proj.weight
-Qwen3VLModel             language_model.layers.0.self_attn.q_proj.weight, beside visual.*; with its head model. in front
+Qwen3VLModel             language_model.layers.0.self_attn.q_proj.weight, with visual.*; prefixed model. with a head
 llama.cpp                blk.0.attn_q.weight, in a GGUF file
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,28 +15,27 @@ from canvax.errors import CheckpointError
 from canvax.weights.files import NetworkFiles, open_weights
 from canvax.weights.formats import LLAMA_CPP, whole_name
 from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
+from canvax.weights.layouts import LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
-    """Find a language model, fetching what is not on disk yet; no array is read.
+    """Find a language model and download missing files; no array is read.
 
     Args:
-        location: a folder of transformers, one with such a folder ``text_encoder`` in it, a Hub id with perhaps a
-            folder behind it, or a safetensors or GGUF file.
-        usual: the config of the kind of model that it is for, of which a file takes what shapes do not tell.
+        location: a transformers folder, a folder that contains one as ``text_encoder``, a Hub id with an optional
+            folder, or a safetensors or GGUF file.
+        usual: the usual config, for fields that the shapes of a file do not determine.
 
     Raises:
-        InputError, CheckpointError, HubError: it is missing, damaged or something else.
+        InputError, CheckpointError, HubError: it is missing, damaged or another kind of file.
     """
     name = location.text
     refuse_pickle(name)
     path = location.local()
     if path is not None and path.is_file():
-        arrays = LLAMA_CPP.to_ours(open_weights(path))
+        arrays = LLAMA_CPP.to_internal(open_weights(path))
         shapes = {array.name: array.shape for array in arrays}
         expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
         try:
@@ -57,7 +55,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
 
 
 def language_model_config(shapes: Shapes) -> dict[str, Any]:
-    """What shapes tell of a language model, as a config of transformers."""
+    """Return the fields of a transformers config that shapes determine."""
     shapes = {whole_name(name): shape for name, shape in shapes.items()}
     vocabulary, width = shapes["model.embed_tokens.weight"]
     layer = "model.layers.0"
@@ -66,7 +64,7 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
         "vocab_size": vocabulary,
         "hidden_size": width,
         "intermediate_size": shapes[f"{layer}.mlp.gate_proj.weight"][0],
-        "num_hidden_layers": 1 + max(int(match[1]) for match in map(_LAYER.match, shapes) if match),
+        "num_hidden_layers": 1 + max(int(match[1]) for match in map(LAYER.match, shapes) if match),
         "num_attention_heads": shapes[f"{layer}.self_attn.q_proj.weight"][0] // head,
         "num_key_value_heads": shapes[f"{layer}.self_attn.k_proj.weight"][0] // head,
         "head_dim": head,

@@ -1,10 +1,10 @@
-"""From the arrays of a component's files to those that its spec declares, and back, by the kind of network.
+"""Maps the arrays of a component's files to those of its spec, and back, for each kind of network.
 
-The names of a denoiser are data of its family. Autoencoders and language models are shared by families.
+Names of a denoiser belong to its family. Autoencoders and language models are shared by families.
 
     AutoencoderKL           decoder.up_blocks.0.resnets.0.conv_shortcut   decoder.up.3.block.0.nin_shortcut
-    AutoencoderKLFlux2      as these, with the count of training batches
-    AutoencoderKLQwenImage  for videos, see ``canvax.weights.wan_vae``
+    AutoencoderKLFlux2      the same, with the count of training batches
+    AutoencoderKLQwenImage  of videos, see ``canvax.weights.wan_vae``
     Qwen3ForCausalLM        model.layers.0.mlp.up_proj, with lm_head
     Qwen3VLModel            language_model.layers.0.mlp.up_proj, with visual.*
 """
@@ -27,62 +27,63 @@ from canvax.models.wan_vae import FrameAutoencoder
 from canvax.weights.entries import Entry
 from canvax.weights.formats import vae_rules, whole_name
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.wan_vae import of_one_frame, of_videos
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""Index of the layer in an array's name in a language model."""
 
 
 def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return the arrays of a component that are read, under the names of its spec, from files in any known layout.
+    """Return the arrays of a component that are used, under the names of its spec, from files in any known layout.
 
     Args:
-        networks: of the model.
-        component: its name.
+        networks: the model's networks.
+        component: name of the component.
         names: the rules for the denoiser.
         entries: all arrays of its files.
     """
     network = _network(networks, component)
     if component == networks.denoiser.component:
-        return Names(names).to_ours(entries)
+        return Names(names).to_internal(entries)
     if isinstance(network, FrameAutoencoder):
         return of_one_frame(entries)
     if isinstance(network, Flux2Autoencoder):
         entries = [entry for entry in entries if entry.name not in COUNTS]
     if isinstance(network, VaeConfig | Flux2Autoencoder):
-        return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
+        return Names(vae_rules([entry.name for entry in entries])).to_internal(entries)
     if isinstance(network, LanguageModel):
         return _layers_read(network, entries)
     return entries
 
 
 def arrays_to_save(
-    networks: Networks, component: str, stacks: Sequence[Rule], arrays: Sequence[Outgoing]
-) -> Sequence[Outgoing]:
+    networks: Networks, component: str, stacks: Sequence[Rule], arrays: Sequence[ArrayToSave]
+) -> Sequence[ArrayToSave]:
     """Return the arrays of a component as diffusers stores them.
 
     Args:
-        networks: of the model.
-        component: its name.
+        networks: the model's networks.
+        component: name of the component.
         stacks: the rules for layers of the denoiser that diffusers stores as one.
-        arrays: those under the names of its spec, and what else is in its files: the layers of a language model that
-            are not read, all arrays of an autoencoder of videos.
+        arrays: arrays under the names of its spec, and the other arrays of its files: unused layers of a language
+            model, all arrays of an autoencoder of videos.
     """
     network = _network(networks, component)
     if component == networks.denoiser.component:
-        return Names(stacks).to_theirs(arrays)
+        return Names(stacks).to_external(arrays)
     if isinstance(network, FrameAutoencoder):
         return of_videos(arrays)
-    if isinstance(network, Flux2Autoencoder):  # diffusers looks for the count
+    if isinstance(network, Flux2Autoencoder):  # diffusers expects the count
         zero = np.zeros((), np.int64)
-        return [*arrays, *(Outgoing(name, zero.shape, zero.dtype, lambda: zero) for name in COUNTS)]
+        return [*arrays, *(ArrayToSave(name, zero.shape, zero.dtype, lambda: zero) for name in COUNTS)]
     if isinstance(network, LanguageModel) and "_vl" in network.cfg.model_type:  # a part of a larger model
         return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]
     return arrays
 
 
 def reads_parts_of_arrays(networks: Networks, component: str) -> bool:
-    """Return whether a part of an array is read, so that the files of a component are needed to save it."""
+    """Return whether only parts of arrays are used, so that saving a component needs its files."""
     return isinstance(_network(networks, component), FrameAutoencoder)
 
 
@@ -92,10 +93,10 @@ def _network(networks: Networks, component: str) -> Any:
 
 
 def _layers_read(encoder: LanguageModel, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the arrays of the layers that are read, without the head and the vision encoder."""
+    """Return the arrays of the layers that are used, without the head and the vision encoder."""
     unread = ("lm_head.", "visual.", *(() if "norm" in encoder.spec["model"] else ("model.norm.",)))
     named = [replace(entry, name=whole_name(entry.name)) for entry in entries]
-    layers = [_LAYER.match(entry.name) for entry in named]
+    layers = [LAYER.match(entry.name) for entry in named]
     return [
         entry
         for entry, layer in zip(named, layers, strict=True)

@@ -1,9 +1,9 @@
-"""From weight files to a nested dict of device arrays, strictly and one array at a time.
+"""Loads weight files to a nested dict of device arrays, strictly and one array at a time.
 
-First every file of every component is compared with the specs, by names, shapes and dtypes alone; all faults are
-reported together. Only then are arrays read, by a few threads, in blocks that are cast on the way. What has to be
-turned around for the device is cast into memory that its thread uses again and again, and turned by JAX on its way
-there: memory that is touched for the first time costs more than reading.
+First all components are compared with their specs, by names, shapes and dtypes; all faults are reported together. Only
+then are arrays read, by a few threads, in blocks that are cast on the way. Arrays that must be transposed for the
+device are cast into memory that each thread reuses, and transposed by JAX during the transfer: touching new memory
+costs more than reading.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
 from canvax.weights.folder import Library
 from canvax.weights.formats import accepted_shapes, flax_name, is_leftover, spellings
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 Place = Callable[[Param, HostArray], Array]
 """Puts a host array in memory layout on its device or devices."""
 
 LISTED = 8
-"""Faults of one sort that are spelled out; the rest are counted."""
+"""Faults of one kind that are listed; the others are counted."""
 
 _ALIGNMENT = 64
-"""What XLA's CPU client needs to take a host buffer over instead of copying it."""
+"""Alignment in bytes with which XLA's CPU client uses a host buffer without copying it."""
 
 _ELEMENTS = 1 << 17
-"""Numbers that are read and cast at once, which stay in the caches."""
+"""Numbers that are read and cast at once; they stay in the CPU's caches."""
 
 THREADS = min(8, 2 * (os.cpu_count() or 2))
-"""Each holds one array. Two for each processor, since some wait for new memory."""
+"""Each thread holds one array. Two per processor, since some wait for new memory."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a checkpoint that has weights.
+    """A part of a checkpoint with weights.
 
     Attributes:
         name: its folder, and its key in the loaded params.
-        spec: the parameters it must have.
-        kind: the library whose file names it uses, ``diffusers`` or ``transformers``.
-        entries: the arrays of its files under the names of the spec, without those that are not read.
-        outgoing: arrays under the names of the spec as its files have them.
+        spec: its declared parameters.
+        kind: library whose file names it uses, ``diffusers`` or ``transformers``.
+        entries: the arrays of its files under the names of the spec, without unused ones.
+        to_save: arrays under the names of the spec as its files have them.
     """
 
     name: str
     spec: Spec
     kind: Library
     entries: Callable[[Sequence[Entry]], Sequence[Entry]] = list
-    outgoing: Callable[[Sequence[Outgoing]], Sequence[Outgoing]] = list
+    to_save: Callable[[Sequence[ArrayToSave]], Sequence[ArrayToSave]] = list
 
 
 class Files(Protocol):
-    """What loading asks of the files of a model; ``str()`` of them names the model in errors."""
+    """Interface of a model's files for loading; ``str()`` of it names the model in errors."""
 
     def entries(self, component: str) -> Sequence[Entry]:
-        """The arrays in a component's weight files."""
+        """Return the arrays in a component's weight files."""
         ...
 
 
 @dataclass
 class Faults:
-    """What is wrong with a checkpoint, gathered over all components."""
+    """Faults of a checkpoint, collected over all components."""
 
     unreadable: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Faults:
     )
 
     def report(self, source: str) -> str | None:
-        """One message for everything, or None if nothing is wrong."""
+        """Return one message for all faults, or None if there are none."""
         lines: list[str] = []
         for name, title in self._TITLES:
             faults: list[str] = getattr(self, name)
@@ -117,7 +117,7 @@ def load_components(
         components: the parts to load, with their specs.
         dtype: floating point dtype of the loaded arrays.
         place: called with each parameter and its finished host array, which is not touched again.
-        finite: names of the components whose numbers must be finite, such as those of other makers than the model's.
+        finite: names of the components whose numbers must be finite, such as those from another source than the model.
 
     Raises:
         CheckpointError: listing all missing, unused, misshapen and mistyped arrays of all components; or numbers are
@@ -142,7 +142,7 @@ def load_components(
                 check_finite(files, array)
             arrays = {(name, dotted): place(param, array)}
         for array in arrays.values():
-            array.block_until_ready()  # from now on the scratch memory may hold another one
+            array.block_until_ready()  # from here on the scratch memory may hold another array
         return arrays
 
     placed: dict[tuple[str, str], Array] = {}
@@ -159,11 +159,11 @@ def load_components(
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter that stays in its file, in the dtype it has there, until numpy asks for it.
+    """A parameter that stays in its file, in its stored dtype, until numpy reads it.
 
     Attributes:
-        param: what it is.
-        entry: where it is.
+        param: its declaration.
+        entry: its array in the file.
     """
 
     param: Param
@@ -171,22 +171,22 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As in memory."""
+        """Shape in memory."""
         return self.param.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """As stored."""
+        """Stored dtype."""
         return self.entry.number_dtype
 
     def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> HostArray:
-        """Read it."""
+        """Read the parameter."""
         del copy
         return materialise(self.param, self.entry, self.dtype if dtype is None else dtype, Scratch())
 
 
 def stored_components(files: Files, components: Sequence[Component]) -> Params:
-    """As ``load_components``, but nothing is read: each parameter is a ``Stored``.
+    """Check as ``load_components``, but read nothing: each parameter is a ``Stored``.
 
     Raises:
         CheckpointError: as ``load_components``.
@@ -196,13 +196,13 @@ def stored_components(files: Files, components: Sequence[Component]) -> Params:
 
 
 class Scratch(threading.local):
-    """Memory of a thread for arrays that are in the way to somewhere else: only the last one that it gave is good."""
+    """Memory of a thread for temporary arrays; only the latest array is valid."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> HostArray:
-        """An array of whatever numbers."""
+        """Return an uninitialised array."""
         size = math.prod(shape) * dtype.itemsize
         if size > self._memory.nbytes:
             self._memory = np.empty(size, np.uint8)
@@ -236,7 +236,7 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
     if not turned:
         return out
     view = param.from_checkpoint(out)
-    # What only looks turned, such as a single row, JAX would take over as it is.
+    # JAX would use an array without copying if its transposition does not move data, such as a single row.
     return view.copy() if view.flags.c_contiguous else view
 
 
@@ -244,14 +244,14 @@ def check_finite(files: Files, array: HostArray) -> None:
     """Refuse an array with NaN or infinity.
 
     Raises:
-        CheckpointError: naming the files.
+        CheckpointError: names the files.
     """
     if not np.isfinite(array).all():
         raise CheckpointError(f"{files}: holds numbers that are not finite (NaN or infinity); download it again")
 
 
 def _matched(files: Files, components: Sequence[Component]) -> dict[str, dict[str, tuple[Param, Entry]]]:
-    """The parameters of each component with their arrays, once all faults of all components have been looked for."""
+    """Return the parameters of each component with their arrays, after checking all components for faults."""
     faults = Faults()
     matches = {part.name: _match(files, part, faults) for part in components}
     if report := faults.report(str(files)):
@@ -262,7 +262,7 @@ def _matched(files: Files, components: Sequence[Component]) -> dict[str, dict[st
 def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
     """Pair each parameter of a component with its array in a file, in the spec's order."""
     declared: dict[str, Param] = dict(flatten(part.spec))
-    scales = {scale_of(name, declared) for name in declared}  # made while loading, in no file
+    scales = {scale_of(name, declared) for name in declared}  # made while loading, not stored in files
     wanted = {name: param for name, param in declared.items() if name not in scales}
     try:
         entries = part.entries(files.entries(part.name))
@@ -293,7 +293,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
 
 
 def _with_axes_of_one(param: Param, entry: Entry) -> Entry:
-    """The entry in the shape of ``param`` if it lacks nothing but axes of size 1 in front, which GGUF drops."""
+    """Return the entry in the shape of ``param`` if it only lacks leading axes of size 1, which GGUF drops."""
     for shape in accepted_shapes(param, entry):
         if shape == (1,) * (len(shape) - len(entry.shape)) + entry.shape:
             return replace(entry, shape=shape)
@@ -310,7 +310,7 @@ def _check(name: str, where: str, param: Param, entry: Entry, faults: Faults) ->
 
 
 def aligned(make: Callable[..., HostArray], shape: tuple[int, ...], dtype: np.dtype) -> HostArray:
-    """``np.empty`` or ``np.zeros`` where JAX takes the array over on a CPU as it is: nobody may write into it then."""
+    """Make an array that JAX uses without copying on a CPU; it must not be modified afterwards."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = make(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT

@@ -1,7 +1,7 @@
-"""Reads adapters of the LoRA family, of every trainer, strictly: each array is used or named in the error.
+"""Reads adapters of the LoRA family, of any trainer, strictly: each array is used or named in the error.
 
-An alpha that is missed, a module whose name is not known, a file for another model: elsewhere such files load with a
-line in a log, and make images that are slightly wrong. Here all faults of a file are one error.
+Other programs log a line for an ignored alpha, an unknown module or a file for another model, and generate slightly
+wrong images. Here all faults of a file are one error.
 """
 
 from __future__ import annotations
@@ -40,32 +40,31 @@ _SHOWN = {
     "trainer": "ss_network_module", "declared rank": "ss_network_dim", "declared alpha": "ss_network_alpha",
     "settings": "ss_network_args", "name of the trainer": "ss_output_name", "description": "modelspec.description",
 }  # fmt: skip
-"""What is shown of a file's metadata, and its keys there (kohya's trainer; ModelSpec 1.0)."""
+"""Keys of a file's metadata (kohya's trainer; ModelSpec 1.0) that are displayed, and their labels."""
 
 _STEPS = re.compile(r"(\d+)[ _-]?steps?")
 _LONGEST = 300
 
 LISTED = 4
-"""Faults of one sort that are spelled out; the rest are counted."""
+"""Faults of one kind that are listed; the others are counted."""
 
 _MOST_RANK = 1024
-"""A rank above it that is also above both sides of the weight is not one."""
+"""A larger rank that also exceeds both sides of the weight is not plausible."""
 
 _DORA = {"dora_scale", "magnitude"}
 _OF_BIAS = {"diff_b": "full", "set_b": "set", "up_bias": "full"}
 TABLE = "text_model.embeddings.token_embedding.weight"
-"""Of a text encoder: the vectors of its tokens."""
+"""The token embeddings of a text encoder."""
 
 Key = tuple[str, str]
 """A parameter: its component and its dotted name."""
 
 _OF_STACKS = (("up", "up_bias", "diff", "diff_b"), ("down", "diff"))
-"""Roles of a change of several layers that have a part for each: where outputs are stacked rows, where inputs are
-columns."""
+"""Roles with a separate part for each of several stacked layers: rows if outputs are stacked, columns if inputs are."""
 _SHARED = ("up", "down", "mid", "alpha", "scalar")
-"""Roles of such a change that all layers share otherwise."""
+"""Roles that all stacked layers share otherwise."""
 _OF_LOKR = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")
-"""Roles of one whose product is cut into layers."""
+"""Roles of a LoKr, whose product is split into layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +73,8 @@ class Adapter:
 
     Attributes:
         path: the file.
-        parts: what it does to each parameter.
-        embeddings: that are bundled with it.
+        parts: the change of each parameter.
+        embeddings: embeddings bundled with it.
         metadata: text in the file's header.
     """
 
@@ -86,7 +85,7 @@ class Adapter:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many weights of each component it changes, and in which way: "unet LoRA" -> 192."""
+        """Number of changed weights by component and kind: "unet LoRA" -> 192."""
         names = Counter(f"{component} {_kind_name(part)}" for (component, _), part in self.parts.items())
         return dict(names)
 
@@ -97,13 +96,13 @@ def _kind_name(part: Part) -> str:
 
 
 class _Faults(dict[str, list[str]]):
-    """What is wrong with a file, by sort."""
+    """Faults of a file by kind."""
 
-    def add(self, sort: str, what: str) -> None:
-        self.setdefault(sort, []).append(what)
+    def add(self, sort: str, problem: str) -> None:
+        self.setdefault(sort, []).append(problem)
 
     def check(self, path: Path) -> None:
-        """Raise all of them, if there are any."""
+        """Raise all faults, if there are any."""
         parts = []
         for sort, problems in self.items():
             rest = f" and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
@@ -113,15 +112,15 @@ class _Faults(dict[str, list[str]]):
 
 
 def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any] | None = None) -> Adapter:
-    """An adapter as what it does to the parameters of a model.
+    """Read an adapter as changes of a model's parameters.
 
     Args:
         path: a safetensors file.
-        specs: of the denoiser and the text encoders, by component, not quantised.
-        config: PEFT's ``adapter_config.json``, where the file lies beside one.
+        specs: unquantised specs of the denoiser and the text encoders, by component.
+        config: PEFT's ``adapter_config.json`` next to the file, if there is one.
 
     Raises:
-        CheckpointError: the file is damaged, for another model, or holds an array that has no use; lists all faults.
+        CheckpointError: the file is damaged, for another model, or has an unused array; lists all faults.
     """
     entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
     shapes = {entry.name: entry.shape for entry in entries}
@@ -141,7 +140,7 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
 
 
 def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
-    """The width of the tokens of each text encoder, by component."""
+    """Return the width of each text encoder's tokens, by component."""
     tables = ((component, param) for (component, name), param in parameters(specs).items() if name == TABLE)
     return {component: param.shape[1] for component, param in tables}
 
@@ -149,7 +148,7 @@ def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
 def _grouped(
     entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Faults
 ) -> tuple[dict[Module, dict[str, Entry]], dict[Module, Window]]:
-    """The arrays of each module by their roles; and what part of a stack a module is that has a LoKr of the stack."""
+    """Return each module's arrays by role, and, for a LoKr of a stack, the part that each module is."""
     table, declared = module_table(specs), parameters(specs)
     groups: dict[Module, dict[str, Entry]] = {}
     windows: dict[Module, Window] = {}
@@ -169,7 +168,7 @@ def _grouped(
             problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for a layer that differs")
         sizes = [declared[module.component, f"{module.name}.weight"].checkpoint_shapes[0][axis] for module in modules]
         total = sum(sizes)
-        # One of another size stays whole, and has a wrong shape then.
+        # An array of another size stays whole; its shape is then reported.
         stacked = len(modules) > 1 and split.role in _OF_STACKS[axis] and entry.shape[axis : axis + 1] == (sum(sizes),)
         stacked = stacked and (axis == 0 or len(entry.shape) == 2)
         for module, begin, end in zip(modules, accumulate([0, *sizes]), accumulate(sizes), strict=False):
@@ -196,7 +195,7 @@ def _parts(
     problems: _Faults,
     window: Window | None = None,
 ) -> list[tuple[Key, Part]]:
-    """What the arrays of one module do to its weight and its bias."""
+    """Return the changes of a module's weight and bias."""
     weight = {role: entry for role, entry in roles.items() if role not in _OF_BIAS}
     bias = {role: entry for role, entry in roles.items() if role in _OF_BIAS}
     if set(weight) == {"alpha"}:
@@ -233,7 +232,7 @@ def _part(
     problems: _Faults,
     window: Window | None = None,
 ) -> Part | None:
-    """What arrays by their roles do to a weight; None with a fault."""
+    """Return the change of a weight by arrays of these roles; None if they have a fault."""
     kind = kind_of(frozenset(roles))
     if kind is None:
         if set(roles) == {"weight"}:
@@ -268,7 +267,7 @@ def _part(
 
 
 def _scale(module: Module, kind: str, alpha: float, r: int, config: Mapping[str, Any] | None) -> float:
-    """alpha / r; 1 where the file names no alpha, or 0."""
+    """Return alpha / r, or 1 if the file has no alpha or 0."""
     if config:
         r = r if kind == "lora" else config["r"]
         pattern = config.get("alpha_pattern") or {}
@@ -279,7 +278,7 @@ def _scale(module: Module, kind: str, alpha: float, r: int, config: Mapping[str,
 
 
 def _read(entry: Entry, problems: _Faults) -> HostArray:
-    """An array in float32."""
+    """Return an array in float32."""
     if entry.dtype.kind not in "fVib":
         problems.add("mistyped", f"{entry.name} is {entry.dtype.name}")
         return np.zeros(entry.shape, np.float32)
@@ -294,7 +293,7 @@ def _read(entry: Entry, problems: _Faults) -> HostArray:
 
 
 def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """PEFT's settings of each component, from a file beside this one or from its header."""
+    """Return PEFT's settings of each component, from a file next to this one or from its header."""
     configs: dict[str, dict[str, Any]] = {}
     if config:
         configs = {name: dict(config) for name in ("unet", "transformer", "text_encoder", "text_encoder_2")}
@@ -324,13 +323,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _reads_width(specs: Mapping[str, Spec]) -> int:
-    """Width of the text that cross-attention of a model reads; 0 without one."""
+    """Return the width of the text that a model's cross-attention reads; 0 without cross-attention."""
     widths = [param.shape[0] for (_, name), param in parameters(specs).items() if name.endswith("attn2.to_k.weight")]
     return widths[0] if widths else 0
 
 
 def _check_base(path: Path, shapes: Shapes, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
-    """Refuse an adapter of another family before each of its arrays is a fault."""
+    """Refuse an adapter of another family, instead of reporting each of its arrays."""
     family, width = family_of(shapes, metadata)
     model_width = _reads_width(specs)
     model_family = BASES.get(model_width, "")
@@ -349,7 +348,7 @@ def _check_base(path: Path, shapes: Shapes, specs: Mapping[str, Spec], metadata:
 
 
 def adapter_info(path: Path) -> dict[str, Any]:
-    """What an adapter's file says of itself, from its header alone: what it is, for whom, its words, how to use it."""
+    """Return the facts in an adapter's header: kind, base model, trigger words and usage."""
     entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
     shapes = {entry.name: entry.shape for entry in entries}
     family, width = family_of(shapes, metadata)
@@ -384,12 +383,12 @@ def adapter_info(path: Path) -> dict[str, Any]:
         "text_width": width or None,
         "trigger_words": trigger_words(metadata),
         "suggested": suggested(path.stem, metadata),
-        "said": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
+        "metadata": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
     }
 
 
 def trigger_words(metadata: Mapping[str, str]) -> list[str]:
-    """The words that an adapter was trained with, the most frequent first (``ss_tag_frequency``)."""
+    """Return the words that an adapter was trained with, the most frequent first (``ss_tag_frequency``)."""
     words = [word.strip() for word in metadata.get("modelspec.trigger_phrase", "").split(",") if word.strip()]
     counts: Counter[str] = Counter()
     try:
@@ -401,10 +400,10 @@ def trigger_words(metadata: Mapping[str, str]) -> list[str]:
 
 
 def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of a call that an adapter for few steps was made for; none for others.
+    """Return the call's arguments that an adapter for few steps was trained for; empty for others.
 
-    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), known
-    by the file's name or its title.
+    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024) and TCD (Zheng et al. 2024) are
+    recognised by the file's name or its title.
     """
     words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
     match = _STEPS.search(words)
@@ -415,8 +414,8 @@ def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
         if steps == 1:
             return {"sampler": "TCD", "eta": 1.0, "num_inference_steps": 1, "guidance_scale": 1.0}
         guidance = 5.0 if "cfg" in words else 1.0
-        more = {"spacing": "trailing", "num_inference_steps": steps or 8, "guidance_scale": guidance}
-        return {"sampler": "DDIM", **more}
+        options = {"spacing": "trailing", "num_inference_steps": steps or 8, "guidance_scale": guidance}
+        return {"sampler": "DDIM", **options}
     if re.search(r"(^|[^a-z])tcd([^a-z]|$)", words):
         return {"sampler": "TCD", "eta": 0.3, "num_inference_steps": steps or 4, "guidance_scale": 1.0}
     if re.search(r"(^|[^a-z])lcm([^a-z]|$)", words):

@@ -1,7 +1,7 @@
-"""From a ``Location`` to files on disk.
+"""Finds the files of a ``Location`` and downloads them.
 
-For a Hub id the commit is resolved first, once, and every file is asked for by that commit, so that a repository which
-changes meanwhile cannot give a mixture. Only files that will be read are fetched; none of them is code.
+A Hub id is resolved to a commit once, and every file is requested from that commit, so that a repository that changes
+meanwhile cannot give a mixture. Only files that will be read are downloaded; none of them is code.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError
-from canvax.families.known import FAMILIES, family_of
+from canvax.families.known import FAMILIES, component_names, family_of
 from canvax.files import read_json
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
     INDEX,
     INDICES,
-    OTHER_KINDS,
-    PLAIN_FILES,
     Accept,
     Library,
     WeightPlan,
     components_of,
     find_weights,
     index_in,
+    library_of,
     names_in,
+    plain_files,
     plan_components,
     plan_weights,
     read_folder,
@@ -45,12 +45,12 @@ from canvax.weights.transformer_file import open_transformer_file
 
 LORA_FILES = (("pytorch_lora_weights.safetensors",), ("adapter_model.safetensors",))
 EMBEDDING_FILES = (("learned_embeds.safetensors", "learned_embeds_2.safetensors"),)
-"""Names of adapters in folders and repositories; those of a row belong together, and the later ones may lack."""
+"""Usual file names of embeddings; the files of a row belong together, and only the first is required."""
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
 _PEFT = "adapter_config.json"
-"""PEFT's, beside ``adapter_model.safetensors``."""
+"""PEFT's config next to ``adapter_model.safetensors``."""
 
 
 def open_files(
@@ -62,23 +62,23 @@ def open_files(
     prediction: str | None = None,
     given: Collection[str] = (),
 ) -> ModelFiles:
-    """Find a model, fetching what is not on disk yet.
+    """Find a model and download missing files.
 
     Args:
-        location: where it is.
-        accept: called with the parsed ``model_index.json`` before anything else is read or fetched.
-        look: called once with the files before weights are fetched, when all else is there.
-        weights: without, they are neither fetched nor looked for.
-        prediction: of a model in one file, if the caller knows it.
-        given: parts that the caller gives, which a model in one file need not hold.
+        location: the model's location.
+        accept: called with the parsed ``model_index.json`` before anything else is read or downloaded.
+        look: called once with all other files before weights are downloaded.
+        weights: if False, weights are neither downloaded nor searched.
+        prediction: prediction type of a single file, if the caller knows it.
+        given: parts that the caller supplies, which a single file need not contain.
 
     Raises:
-        InputError: nothing is there.
+        InputError: the location does not exist.
         CheckpointError: the checkpoint is incomplete, damaged, or holds only pickles.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
     name, path = location.text, location.local()
-    wanted = weights or location.variant is not None  # a variant that is not there is refused without weights as well
+    wanted = weights or location.variant is not None  # a missing variant is refused without weights as well
     fetch: Callable[[], object] | None = None
     if path is not None and path.is_file():
         refuse_pickle(path)
@@ -110,11 +110,12 @@ def open_files(
             if (file := index_in(commit.names)) is None:
                 raise CheckpointError(f"{name}: {why_no_index(commit.names)}")
             path = commit.fetch([file])
-            index = read_index(name, path, accept, commit.names)
-            components = components_of(name, index)
+            known = component_names()
+            index = read_index(name, path, accept, commit.names, known)
+            components = components_of(name, index, known)
             plans = plan_components(name, components, commit.names, location.variant) if wanted else {}
             commit.fetch(small_files(components, commit.names))
-            files = read_folder(name, path, index, commit.sha, location.variant, weights=False)
+            files = read_folder(name, path, index, commit.sha, location.variant, known, weights=False)
             fetch = lambda: _fetch_weights(commit, {f"{part}/": plan for part, plan in plans.items()})  # noqa: E731
     if "_blocks_class_name" in files.index and "scheduler" not in files.components:
         files = _with_schedule(files)
@@ -126,7 +127,7 @@ def open_files(
 
 
 def _with_schedule(files: ModelFiles) -> ModelFiles:
-    """Return the files of a modular pipeline with the schedule of its family, which such a pipeline may leave out."""
+    """Return the files of a modular pipeline with its family's schedule, which such a pipeline may omit."""
     if (layout := family_of(files.index).single_file) is None:
         return files
     config = layout.configs["scheduler"]
@@ -142,7 +143,8 @@ def _with_schedule(files: ModelFiles) -> ModelFiles:
 def open_network(
     location: Location, *, accept: Accept | None = None, component: str = "", kind: Library | None = None
 ) -> NetworkFiles:
-    """Find one network: ``config.json`` and weights at the top of a repository or folder, or in ``component``'s folder.
+    """Find one network: ``config.json`` and weights at the top of a repository or folder, or in
+    ``component``'s folder.
 
     ``accept`` looks at ``config.json`` before weights are fetched. ``kind`` is the library whose file names it uses,
     where the component does not say.
@@ -162,12 +164,12 @@ def open_network(
     if not (folder / _CONFIG).exists():
         if component:
             raise CheckpointError(f"{name}: {component} is not there: it has no {inside}{_CONFIG}")
-        what = "is a whole model, not a network alone" if index_in(names_in(path)) else f"has no {_CONFIG}"
-        raise CheckpointError(f"{name}: {what}; give the folder or Hub id of the network itself")
+        problem = "is a whole model, not a network alone" if index_in(names_in(path)) else f"has no {_CONFIG}"
+        raise CheckpointError(f"{name}: {problem}; give the folder or Hub id of the network itself")
     config = read_json(folder / _CONFIG)
     if accept is not None:
         accept(config)
-    library = kind or OTHER_KINDS.get(component, "diffusers")
+    library = kind or library_of(component)
     if commit is not None and commit.names is not None:
         names = [file.removeprefix(inside) for file in commit.names if file.startswith(inside)]
         top = [file for file in names if "/" not in file]
@@ -177,8 +179,8 @@ def open_network(
 
 
 def open_part(location: Location, component: str, accept: Accept, kind: Library) -> NetworkFiles:
-    """Find a network that a caller names for a model: its folder, one with the folder ``component`` in it, or a Hub id
-    with perhaps a folder behind it. Its name stays that of ``location``.
+    """Find a network that replaces a part of a model: its folder, a folder that contains it as ``component``, or a Hub
+    id with an optional folder. Its name is that of ``location``.
 
     Raises:
         InputError, CheckpointError, HubError: as ``open_network``.
@@ -192,7 +194,7 @@ def open_part(location: Location, component: str, accept: Accept, kind: Library)
 
 
 def read_config(location: Location, name: str) -> dict[str, Any]:
-    """One JSON file of a model, such as ``scheduler/scheduler_config.json``; nothing else is fetched.
+    """Read one JSON file of a model, such as ``scheduler/scheduler_config.json``, without other downloads.
 
     Raises:
         InputError, CheckpointError, HubError: as ``open_files``.
@@ -205,11 +207,11 @@ def read_config(location: Location, name: str) -> dict[str, Any]:
 
 
 def find_adapter(location: Location, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None]:
-    """The files of an adapter, fetched if need be, and PEFT's config if there is one beside them.
+    """Return the files of an adapter, downloaded if necessary, and PEFT's config next to them, if any.
 
     Args:
-        location: where it is.
-        usual: names of its files in folders and repositories.
+        location: the model's location.
+        usual: usual names of its files in folders and repositories.
 
     Raises:
         InputError, CheckpointError: there is no such file, or only pickles.
@@ -222,7 +224,10 @@ def find_adapter(location: Location, usual: Sequence[Sequence[str]]) -> tuple[li
     name, file = repository.text, _one_name(location, file)
     if not file and not usual:
         raise InputError(
-            location.argument, name, "names a repository and no file in it", f"write {name}/FOLDER/FILE.safetensors"
+            location.argument,
+            "names a repository and no file in it",
+            cure=f"write {name}/FOLDER/FILE.safetensors",
+            value=name,
         )
     commit = find_commit(repository, *([file] if file else [row[0] for row in usual]))
     if commit.names is None:
@@ -239,47 +244,47 @@ def find_adapter(location: Location, usual: Sequence[Sequence[str]]) -> tuple[li
 
 
 def check_adapter(location: Location, usual: Sequence[Sequence[str]]) -> None:
-    """Raise what ``find_adapter`` and reading would, as far as that can be known without the Hub."""
+    """Raise the errors of ``find_adapter`` and of reading that can be known without the Hub."""
     for path in (_local_adapter(location, usual) or ([], None))[0]:
         open_safetensors(path, plain_names=False)
 
 
 def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path:
-    """The folder of a language model's ``tokenizer.json``, fetched if need be.
+    """Return the folder of a language model's ``tokenizer.json``, downloaded if necessary.
 
     Args:
-        location: that folder or a file in it, a folder of a model that has it in ``tokenizer``, or a Hub id, with
-            perhaps a folder behind it.
-        otherwise: the folder to take where there is no tokenizer next to a local file.
+        location: that folder or a file in it, a model's folder that contains it as ``tokenizer``, or a Hub id with an
+            optional folder.
+        otherwise: the folder to use if there is no tokenizer next to a local file.
 
     Raises:
-        InputError, CheckpointError, HubError: it is not there.
+        InputError, CheckpointError, HubError: it does not exist.
     """
     path = location.local()
     if path is not None:
         folder = path.parent if path.is_file() else path
-        for directory in (folder, folder / "tokenizer"):
+        for directory in (folder, folder / "tokenizer", folder / "processor"):
             if (directory / _TOKENIZER).is_file():
                 return directory
         if otherwise is not None:
             return otherwise
         cure = "name the folder of the tokenizer, or a Hub id"
-        raise InputError(location.argument, location.text, f"has no {_TOKENIZER}", cure)
+        raise InputError(location.argument, f"has no {_TOKENIZER}", cure=cure, value=location.text)
     location, inside = location.on_hub()
-    folders = [f"{inside}/"] if inside else ["tokenizer/", ""]
+    folders = [f"{inside}/"] if inside else ["tokenizer/", "processor/", ""]
     commit = find_commit(location, *(folder + _TOKENIZER for folder in folders))
     if (names := commit.names) is not None:
         folder = next((place for place in folders if place + _TOKENIZER in names), None)
         if folder is None:
             raise CheckpointError(f"{location.argument}={location.text!r}: has no {_TOKENIZER} at commit {commit.sha}")
         commit = replace(commit, root=folder + _TOKENIZER)
-        commit.fetch([folder + name for name in PLAIN_FILES["tokenizer"] if folder + name in names])
+        commit.fetch([folder + name for name in plain_files("tokenizer") if folder + name in names])
         commit.remember()
     return (commit.folder / commit.root).parent
 
 
 def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
-    """Why a ``folder`` with these files and no index is not a checkpoint, and what to do."""
+    """Return why a ``folder`` with these files and no index is not a checkpoint, and the cure."""
     if folder is not None and "config.json" in names:
         with suppress(CheckpointError):
             name = str(read_json(folder / "config.json").get("_class_name"))
@@ -292,7 +297,7 @@ def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
     cure = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
     if folder is not None:
         below = sorted(path.parent for path in folder.glob(f"*/{INDEX}"))
-        # The folders of models of other programs.
+        # Model folders of other programs.
         other = [file for name in ("checkpoints", "Stable-diffusion") for file in folder.glob(f"{name}/*.safetensors")]
         if below:
             cure = f" {below[0].name} in it has one: pass {below[0]}."
@@ -309,25 +314,27 @@ def _open_folder(
     name = location.text
     if index_in(names := names_in(path)) is None:
         raise CheckpointError(f"{name}: {why_no_index(names, path)}")
-    return read_folder(name, path, read_index(name, path, accept, names), revision, location.variant, weights=weights)
+    known = component_names()
+    index = read_index(name, path, accept, names, known)
+    return read_folder(name, path, index, revision, location.variant, known, weights=weights)
 
 
 def _fetch_weights(commit: Commit, plans: Mapping[str, WeightPlan]) -> None:
-    """Fetch the weight files of each folder's plan, or all shards of it; folders end with a slash."""
+    """Download the weight files, or all shards, of each folder's plan; folders end with a slash."""
     indexes = {folder: folder + plan.file for folder, plan in plans.items() if plan.sharded}
     path = commit.fetch(list(indexes.values()))
     shards = [folder + shard for folder, index in indexes.items() for shard in shard_names(path / index)]
     whole = [folder + plan.file for folder, plan in plans.items() if not plan.sharded]
     commit.fetch([*whole, *shards], progress=True)
-    commit.remember()  # offline, what is remembered must be whole
+    commit.remember()  # offline, a cached copy must be complete
 
 
 def _local_adapter(
     location: Location, usual: Sequence[Sequence[str]]
 ) -> tuple[list[Path], dict[str, Any] | None] | None:
-    """What ``find_adapter`` returns for a file or folder; None for a Hub id."""
+    """Return the result of ``find_adapter`` for a file or folder; None for a Hub id."""
     if location.variant is not None:
-        raise InputError("variant", location.variant, "is for models", "choose the file with {weight_name}")
+        raise InputError("variant", "is for models", cure="choose the file with {weight_name}", value=location.variant)
     path = location.local()
     if path is None:
         return None
@@ -346,16 +353,16 @@ def _local_adapter(
 
 
 def _one_name(location: Location, file: str) -> str | None:
-    """The file's name; a ``weight_name`` has to be the same."""
+    """Return the file's name, which must match ``weight_name``."""
     weight_name = location.weight_name
     if file and weight_name is not None and weight_name != file:
         cure = "give its folder or repository, or leave weight_name out"
-        raise InputError("weight_name", weight_name, f"is another file than {location.text[:200]!r}", cure)
+        raise InputError("weight_name", f"is another file than {location.text[:200]!r}", cure=cure, value=weight_name)
     return file or weight_name
 
 
 def _chosen(name: str, names: Collection[str], usual: Sequence[Sequence[str]], wanted: str | None) -> list[str]:
-    """Which files of a folder to read."""
+    """Return the files of a folder to read."""
     tensors = sorted(file for file in names if file.endswith(".safetensors"))
     listed = (
         f": {', '.join(tensors[:8])}{f' and {len(tensors) - 8} more' if len(tensors) > 8 else ''}" if tensors else ""
@@ -372,10 +379,10 @@ def _chosen(name: str, names: Collection[str], usual: Sequence[Sequence[str]], w
         return top
     if not top and (pickles := sorted(file for file in names if file.endswith(PICKLES))):
         raise CheckpointError(f"{name}: has only {pickles[0]}. {pickle_refused(pickles[0])}")
-    what = "several files; name one of them, FOLDER/FILE" if top else "no safetensors file"
+    problem = "several files; name one of them, FOLDER/FILE" if top else "no safetensors file"
     if index_in(names):
-        what = f"a whole model in it ({INDEX}), and no adapter; canvax.load loads models"
-    raise CheckpointError(f"{name}: has {what}{listed}")
+        problem = f"a whole model in it ({INDEX}), and no adapter; canvax.load loads models"
+    raise CheckpointError(f"{name}: has {problem}{listed}")
 
 
 def _peft_config(folder: Path, name: str) -> dict[str, Any] | None:

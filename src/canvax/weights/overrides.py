@@ -1,9 +1,10 @@
-"""Parts that stand in for a model's or that it lacks: autoencoder, text encoder, tokenizer, fields of its schedule.
+"""Replacements of a model's parts and of missing parts: autoencoder, text encoder, tokenizer, schedule fields.
 
-AutoencoderKL       diffusers: encoder.down_blocks.0. ...; the original code: [first_stage_model.]encoder.down.0. ...
-AutoencoderKLFlux2  as AutoencoderKL, with bn.running_mean
-AutoencoderKLQwenImage  diffusers: decoder.mid_block.resnets.0.norm1.gamma; Wan 2.1: decoder.middle.0.residual.0.gamma
-AutoencoderTiny     diffusers: decoder.layers.0.weight; TAESD itself: decoder.1.weight, which counts its clamp as 0
+AutoencoderKL           diffusers: encoder.down_blocks.0. ...; original: [first_stage_model.]encoder.down.0. ...
+AutoencoderKLFlux2      as AutoencoderKL, with bn.running_mean
+AutoencoderKLQwenImage  diffusers: decoder.mid_block.resnets.0.norm1.gamma; Wan 2.1:
+    decoder.middle.0.residual.0.gamma
+AutoencoderTiny         diffusers: decoder.layers.0.weight; TAESD: decoder.1.weight, where the clamp has number 0
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from canvax.families.known import AUTOENCODERS, family_of
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
+from canvax.weights.folder import is_tokenizer
 from canvax.weights.formats import TAESD, vae_rules
 from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
 from canvax.weights.language_model import open_language_model
@@ -37,15 +39,15 @@ _IGNORED = re.compile(r"(first_stage_model\.)?(loss\..*|model_ema\..*|.*num_batc
 
 @dataclass(frozen=True)
 class Overrides:
-    """Parts of a model that the caller of ``canvax.load`` gives.
+    """Parts of a model that the caller of ``canvax.load`` replaces.
 
     Attributes:
-        vae: where another autoencoder is; None for the model's.
-        text_encoder: where another language model is, in the same forms.
-        tokenizer: where its tokenizer is; None for the model's, or for the one beside ``text_encoder``.
-        prediction: what the UNet predicts; None for what the model says.
-        scheduler: fields of ``scheduler_config.json`` in place of the model's.
-        reasons: why parts were chosen that the caller did not name, by argument.
+        vae: location of another autoencoder; None for the model's.
+        text_encoder: location of another language model; None for the model's.
+        tokenizer: location of its tokenizer; None for the model's, or the one next to ``text_encoder``.
+        prediction: prediction type of the UNet; None for the model's.
+        scheduler: fields of ``scheduler_config.json`` that replace the model's.
+        reasons: reasons for parts that were chosen automatically, by argument.
     """
 
     vae: str | None = None
@@ -64,10 +66,10 @@ class Overrides:
         text_encoder: Any = None,
         tokenizer: Any = None,
     ) -> Overrides:
-        """Of the arguments of ``canvax.load``, checked as far as they can be without the model.
+        """Check the arguments of ``canvax.load`` as far as possible without the model.
 
         Raises:
-            InputError, CheckpointError: naming the argument.
+            InputError, CheckpointError: names the argument.
         """
         given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
         parts: dict[str, Any] = {}
@@ -78,31 +80,31 @@ class Overrides:
                 refuse_pickle(parts[name])
         if prediction_type is not None and str(prediction_type) not in PREDICTION_TYPES:
             cure = nearest(str(prediction_type), list(PREDICTION_TYPES))
-            raise InputError("prediction_type", prediction_type, "is not known", cure)
+            raise InputError("prediction_type", "is not known", cure=cure, value=prediction_type)
         fields = _fields(scheduler)
         other = fields.get("prediction_type", prediction_type) if isinstance(scheduler, Mapping) else prediction_type
         if prediction_type is not None and other != prediction_type:
             problem = f"is not that of scheduler, {other!r:.80}"
-            raise InputError("prediction_type", prediction_type, problem, "give one of them")
+            raise InputError("prediction_type", problem, cure="give one of them", value=prediction_type)
         return cls(**parts, prediction=prediction_type, scheduler=fields)
 
     @property
     def parts(self) -> dict[str, str]:
-        """Where the parts that were given are, by argument."""
+        """Locations of the replaced parts, by argument."""
         parts = {"vae": self.vae, "text_encoder": self.text_encoder, "tokenizer": self.tokenizer}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those that were given, as arguments of ``canvax.load``."""
+        """The replaced parts as arguments of ``canvax.load``."""
         values = {"prediction_type": self.prediction, "scheduler": dict(self.scheduler) or None}
         return self.parts | {name: value for name, value in values.items() if value is not None}
 
     def apply(self, files: ModelFiles, **location: Any) -> ModelFiles:
-        """The files of a model with these parts in place of its own.
+        """Return the files of a model with the replaced parts.
 
         Raises:
-            InputError, CheckpointError, HubError: the autoencoder is missing, damaged or something else.
+            InputError, CheckpointError, HubError: a part is missing, damaged or another kind of file.
         """
         arguments = self.arguments
         if not arguments:
@@ -118,16 +120,17 @@ class Overrides:
         for name in where.keys() - {"vae"}:
             if single is None:
                 problem = f"does not go with {files.name}, whose text encoder is no language model"
-                raise InputError(name, self.parts[name], problem, "leave it out")
+                raise InputError(name, problem, cure="leave it out", value=self.parts[name])
         if "text_encoder" in where:
             opened["text_encoder"] = open_language_model(where["text_encoder"], configs["text_encoder"])
         configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
         if (tokenizer := self._tokenizer(where, files)) is not None:
-            assert single is not None  # else it was refused
+            assert single is not None  # otherwise it was refused
             folder = find_tokenizer(tokenizer, otherwise=single.tokenizer if self.tokenizer is None else None)
-            components.setdefault("tokenizer", family.classes["tokenizer"][0])
-            folders = lambda part: folder if part == "tokenizer" else files.folders(part)  # noqa: E731
+            name = next(filter(is_tokenizer, family.classes))
+            components.setdefault(name, family.classes[name][0])
+            folders = lambda part: folder if is_tokenizer(part) else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
         if self.prediction is not None:
             configs["scheduler"]["prediction_type"] = self.prediction
@@ -152,23 +155,23 @@ class Overrides:
         )
 
     def _tokenizer(self, where: Mapping[str, Location], files: ModelFiles) -> Location | None:
-        """Where the tokenizer is; of a model that has none, beside its text encoder. None for the model's."""
-        if "tokenizer" in where or "text_encoder" not in where or "tokenizer" in files.components:
+        """Return the location of the tokenizer, by default next to its text encoder. None for the model's."""
+        if "tokenizer" in where or "text_encoder" not in where or any(map(is_tokenizer, files.components)):
             return where.get("tokenizer")
         encoder = where["text_encoder"]
         return replace(encoder if encoder.local() else encoder.on_hub()[0], argument="tokenizer")
 
 
 def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
-    """Find an autoencoder, fetching what is not on disk yet; no array is read.
+    """Find an autoencoder and download missing files; no array is read.
 
     Args:
-        location: a folder of diffusers, one with such a folder ``vae`` in it, a Hub id with perhaps a folder behind it,
-            or a safetensors file.
-        original: config of the model's autoencoder, whose scaling factor a file without a config has.
+        location: a diffusers folder, a folder that contains one as ``vae``, a Hub id with an optional folder, or a
+            safetensors file.
+        original: config of the model's autoencoder, for the scaling factor of a file without a config.
 
     Raises:
-        InputError, CheckpointError, HubError: it is missing, damaged or something else.
+        InputError, CheckpointError, HubError: it is missing, damaged or another kind of file.
     """
     name = location.text
     refuse_pickle(name)
@@ -201,10 +204,10 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
 
 
 def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFiles:
-    """The autoencoder of one safetensors file, which may be a whole model's.
+    """Return the autoencoder of one safetensors file, which may be that of a whole model.
 
     Raises:
-        CheckpointError: there is none in it.
+        CheckpointError: the file has no autoencoder.
     """
     arrays = [entry for entry in open_weights(path) if not _IGNORED.fullmatch(entry.name)]
     if any(_HALF.fullmatch(array.name) for array in arrays):
@@ -215,7 +218,7 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
     expect(f"vae={name!r}", {array.name: array.shape for array in arrays}, AUTOENCODER, MODEL)
     if any(array.name.startswith(VAE) for array in arrays):
         arrays = [replace(array, name=array.name.removeprefix(VAE)) for array in arrays if array.name.startswith(VAE)]
-    tiny = TAESD.to_ours(arrays)
+    tiny = TAESD.to_internal(arrays)
     if any(_TINY.fullmatch(array.name) for array in tiny):
         shapes = {array.name: array.shape for array in tiny}
         if strange := [array.name for array in tiny if not _TINY.fullmatch(array.name)]:
@@ -232,7 +235,7 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
             raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {error}") from None
     if not any(array.name.startswith("decoder.") for array in arrays):
         raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
-    arrays = Names(vae_rules([array.name for array in arrays])).to_ours(arrays)
+    arrays = Names(vae_rules([array.name for array in arrays])).to_internal(arrays)
     shapes = {array.name: array.shape for array in arrays}
     rest = {
         key: original[key]
@@ -253,13 +256,13 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
 
 
 def _factor(config: Mapping[str, Any]) -> int:
-    """Pixels of a latent along an axis."""
+    """Return the pixels per latent along an axis."""
     levels = config.get("num_decoder_blocks") or config.get("block_out_channels")
     return 2 ** (len(levels) - 1) if isinstance(levels, list | tuple) else 8
 
 
 def _fields(scheduler: Any) -> dict[str, Any]:
-    """Fields of a config: of a table, of a scheduler of diffusers, of its folder or its ``scheduler_config.json``."""
+    """Return scheduler fields from a table, a diffusers scheduler, its folder or its ``scheduler_config.json``."""
     if scheduler is None:
         return {}
     if hasattr(scheduler, "config") and hasattr(scheduler, "set_timesteps"):
@@ -273,7 +276,7 @@ def _fields(scheduler: Any) -> dict[str, Any]:
             return read_json(path)
     raise InputError(
         "scheduler",
-        scheduler,
         "is no table of fields of scheduler_config.json, such as {'rescale_betas_zero_snr': True}, and no such file",
-        "a sampler is chosen in each call: {sampler='Euler'}",
+        cure="a sampler is chosen in each call: {sampler='Euler'}",
+        value=scheduler,
     )

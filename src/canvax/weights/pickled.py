@@ -2,7 +2,7 @@
 
 A pickle may call any function that it names. ``_Unpickler`` therefore resolves names to stand-ins of this module only:
 the few functions with which PyTorch describes a tensor return descriptions, some classes that training leaves in such
-files become ``_Ignored``, and any other name ends the reading. Nothing is imported.
+files become ``_Ignored``, and any other name is an error. Nothing is imported.
 (Formats: the docstrings of Python's ``pickletools``, and PyTorch's notes on serialization semantics. Before PyTorch
 1.6 a file was five pickles in a row, followed by the storages; since then it is a zip file.)
 """
@@ -26,13 +26,13 @@ from canvax.errors import CheckpointError
 from canvax.files import DAMAGED
 from canvax.types import HostArray
 from canvax.weights.entries import MAX_NAME, check_shape, file_size, open_weight_file
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 MAX_PROGRAM = 64_000_000
-"""The longest pickle that is read, in bytes. Tensors are not part of it."""
+"""Largest pickle that is read, in bytes, without the tensors."""
 
 _MAX_ITEMS = 1_000_000
-"""The most tables, lists and tensors that are visited."""
+"""Largest number of tables, lists and tensors that are visited."""
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
@@ -50,7 +50,7 @@ _STORAGES: dict[str, Any] = {
 }
 
 _IGNORED = ("collections.", "lightning.", "lightning_fabric.", "numpy.", "omegaconf.", "pytorch_lightning.")
-"""Prefixes of names that training leaves in checkpoints. Their objects are not built."""
+"""Prefixes of classes that training leaves in checkpoints. Their objects are not built."""
 
 _HARMLESS = {"_codecs.encode", "argparse.Namespace", "__builtin__.set", "builtins.set", "torch.device", "torch.dtype"}
 
@@ -75,7 +75,7 @@ class _StorageType(NamedTuple):
 
 
 class _Ignored:
-    """An object that is not read. It accepts whatever a pickle does to an object."""
+    """An object that is not read. It accepts all operations of a pickle."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -118,26 +118,26 @@ class _Function:
 
 @dataclass(frozen=True)
 class Pickled:
-    """What a file holds.
+    """Contents of a file.
 
     Attributes:
-        arrays: the tensors, under their dotted names; each is read when it is asked for.
-        left_out: names of what lies beside them and is no tensor.
-        texts: texts at the top, such as the name of an embedding.
+        arrays: the tensors, under their dotted names; each is read on access.
+        left_out: names of the other objects.
+        texts: top-level strings, such as the name of an embedding.
     """
 
-    arrays: tuple[Outgoing, ...]
+    arrays: tuple[ArrayToSave, ...]
     left_out: tuple[str, ...]
     texts: Mapping[str, str]
 
 
 def read_pickled(path: Path) -> Pickled:
-    """The tensors of a file that ``torch.save`` wrote.
+    """Read the tensors of a file that ``torch.save`` wrote.
 
     If the file has a ``state_dict``, only that is read.
 
     Raises:
-        CheckpointError: the file is damaged, holds no tensors, or names what no checkpoint needs.
+        CheckpointError: the file is damaged, has no tensors, or names a function that no checkpoint needs.
     """
     try:
         with open_weight_file(path) as file:
@@ -155,7 +155,7 @@ def read_pickled(path: Path) -> Pickled:
 
 
 Place = tuple[int, int]
-"""Where the bytes of a storage begin, and how many there are."""
+"""Offset of a storage's bytes, and their number."""
 
 
 def _zipped(path: Path, file: BinaryIO) -> tuple[Any, Callable[[_Storage], Place]]:
@@ -181,7 +181,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> byte
 
 
 def _place(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> Place:
-    """Of a member that is stored as it is: behind its own header, whose two names may be of any length."""
+    """Return the position of a stored member's data, after its local header, whose two names have any length."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path}: {info.filename} is compressed, which torch.save never does. {DAMAGED}")
     file.seek(info.header_offset)
@@ -214,7 +214,7 @@ def _legacy(path: Path, file: BinaryIO) -> tuple[Any, Callable[[_Storage], Place
 
 
 def _run(path: Path, program: io.BytesIO, used: dict[str, _Storage] | None = None) -> Any:
-    """The object that a pickle describes; ``used`` receives the storages that it names."""
+    """Return the object that a pickle describes; ``used`` collects the storages that it names."""
     begin = program.tell()
     for opcode, argument, _ in pickletools.genops(program):
         # A large index makes Python allocate a memo of that size; extension codes can bypass find_class.
@@ -227,7 +227,7 @@ def _run(path: Path, program: io.BytesIO, used: dict[str, _Storage] | None = Non
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves every name to a stand-in of this module, or raises CheckpointError."""
+    """Unpickler that resolves every name to a stand-in of this module, or raises CheckpointError."""
 
     def __init__(self, path: Path, program: io.BytesIO, used: dict[str, _Storage]) -> None:
         super().__init__(program)
@@ -247,7 +247,10 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, described as ("storage", class, key, device, count); or, before 1.6, a module with its source."""
+        """Return a storage, described as ("storage", class, key, device, count).
+
+        Before PyTorch 1.6 it can also be a module with its source.
+        """
         if len(pid) > 1 and pid[0] == "module":
             return pid[1]
         kind, of, key, _place, count = pid[:5]
@@ -280,7 +283,7 @@ _KNOWN: dict[str, Any] = {
     "torch.nn.parameter.Parameter": _Function(lambda tensor, *_: tensor),
     "torch.Size": _Function(tuple),
 }
-"""Names with which PyTorch describes tensors and the tables that hold them."""
+"""Names that PyTorch uses for tensors and the tables that hold them."""
 
 
 def _gathered(path: Path, root: Any, place: Callable[[_Storage], Place]) -> Pickled:
@@ -305,7 +308,9 @@ def _gathered(path: Path, root: Any, place: Callable[[_Storage], Place]) -> Pick
     if not tensors:
         raise CheckpointError(f"{path}: holds no tensors")
     size = _size_of(path)
-    arrays = [_outgoing(path, name, tensor, place(tensor.storage), size) for name, tensor in sorted(tensors.items())]
+    arrays = [
+        _array_to_save(path, name, tensor, place(tensor.storage), size) for name, tensor in sorted(tensors.items())
+    ]
     texts = (
         {key: value for key, value in top.items() if type(key) is str and isinstance(value, str)}
         if isinstance(top, dict)
@@ -319,8 +324,8 @@ def _size_of(path: Path) -> int:
         return file_size(file)
 
 
-def _outgoing(path: Path, name: str, tensor: _Tensor, place: Place, size: int) -> Outgoing:
-    """A tensor whose numbers all lie in its storage, which lies in the file."""
+def _array_to_save(path: Path, name: str, tensor: _Tensor, place: Place, size: int) -> ArrayToSave:
+    """Return a tensor to write, after checking that its numbers are inside its storage, and that inside the file."""
     (begin, length), dtype = place, tensor.storage.dtype
     shape = check_shape(path, name, tensor.shape)
     last = sum((n - 1) * stride for n, stride in zip(shape, tensor.strides, strict=True)) if 0 not in shape else -1
@@ -341,4 +346,4 @@ def _outgoing(path: Path, name: str, tensor: _Tensor, place: Place, size: int) -
         steps = tuple(stride * dtype.itemsize for stride in tensor.strides)
         return np.lib.stride_tricks.as_strided(flat, shape, steps, writeable=False).copy(order="C")
 
-    return Outgoing(name, shape, dtype, read)
+    return ArrayToSave(name, shape, dtype, read)

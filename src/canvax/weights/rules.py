@@ -1,7 +1,7 @@
 """Names of two layouts as rules that are read in both directions.
 
-"Theirs" are the names in a file, "ours" those of diffusers, which specs have. A table of rules loads a file
-(``to_ours``), saves one (``to_theirs``), and gives the names under which trainers know a layer (``theirs``).
+External names are those of a file, internal names those of diffusers, which specs use. A table of rules loads a file
+(``to_internal``), saves one (``to_external``), and lists the external names of a layer (``external``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from canvax.types import HostArray
 from canvax.weights.entries import Entry
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 Change = Literal["", "transposed", "swapped halves", "1x1 convolution", "six rows in one"]
 
@@ -26,29 +26,28 @@ class Rule:
     """The names of a module or an array in two layouts.
 
     Attributes:
-        theirs: a dotted name; ``*`` in it is a number that both names have. What follows the name is kept.
-        ours: as ``theirs``, or the names of the parts that their array stacks along its first axis.
-        change: how their array differs: its two axes, its halves along the first axis, two further axes of size 1, or
-            one axis in place of two.
+        external: a dotted name, in which ``*`` is a number that both names have; its continuation is kept.
+        internal: a name as ``external``, or the names of the parts that their array stacks along ``axis``.
+        change: difference of their array: swapped axes, swapped halves along the first axis, two more axes of size 1,
+            or one axis instead of two.
         rows: relative sizes of the parts, equal by default; 0 for a part that is as large as the array's other axis.
-        axis: along which they are stacked, the first; 1 for matrices whose inputs are stacked, and whose products are
-            summed.
+        axis: axis along which parts are stacked; 1 for matrices whose inputs are stacked and whose products are summed.
     """
 
-    theirs: str
-    ours: str | tuple[str, ...]
+    external: str
+    internal: str | tuple[str, ...]
     change: Change = ""
     rows: tuple[int, ...] = ()
     axis: Literal[0, 1] = 0
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``ours`` as a tuple."""
-        return (self.ours,) if isinstance(self.ours, str) else self.ours
+        """``internal`` as a tuple."""
+        return (self.internal,) if isinstance(self.internal, str) else self.internal
 
 
 class _Match(NamedTuple):
-    """The rules for the longest known beginning of a name, the numbers in it, and what follows."""
+    """The rules for the longest known prefix of a name, the numbers in it, and the rest of the name."""
 
     rules: list[tuple[Rule, int]]
     numbers: list[str]
@@ -64,19 +63,19 @@ class Names:
     """A table of rules."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
-        self._theirs: dict[str, Any] = {}
-        self._ours: dict[str, Any] = {}
+        self._external: dict[str, Any] = {}
+        self._internal: dict[str, Any] = {}
         for rule in rules:
-            _add(self._theirs, rule.theirs, (rule, 0))
+            _add(self._external, rule.external, (rule, 0))
             for i, name in enumerate(rule.parts):
-                _add(self._ours, name, (rule, i))
+                _add(self._internal, name, (rule, i))
 
-    def to_ours(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Entries under our names, stacked ones in their parts; names without a rule stay."""
-        return [ours for entry in entries for ours in self._to_ours(entry)]
+    def to_internal(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return entries under internal names, stacked ones split into parts; names without a rule stay."""
+        return [internal for entry in entries for internal in self._to_internal(entry)]
 
-    def _to_ours(self, entry: Entry) -> Iterator[Entry]:
-        match = _longest(self._theirs, entry.name.split("."))
+    def _to_internal(self, entry: Entry) -> Iterator[Entry]:
+        match = _longest(self._external, entry.name.split("."))
         if match is None:
             yield entry
             return
@@ -93,35 +92,35 @@ class Names:
             return
         sizes = _sizes(rule, entry.shape)
         if sum(sizes) != entry.shape[rule.axis]:
-            yield entry  # no such stack, which is reported as unused
+            yield entry  # not such a stack; it is reported as unused
             return
         for name, (begin, end) in zip(rule.parts, pairwise(accumulate(sizes, initial=0)), strict=True):
             part = entry.columns(begin, end) if rule.axis else entry.rows((begin, end))
             yield replace(part, name=match.named(name))
 
-    def to_theirs(self, arrays: Sequence[Outgoing]) -> list[Outgoing]:
-        """Arrays under their names, parts stacked; names without a rule stay."""
-        stacks: dict[str, dict[int, Outgoing]] = {}
+    def to_external(self, arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
+        """Return arrays under external names, parts stacked; names without a rule stay."""
+        stacks: dict[str, dict[int, ArrayToSave]] = {}
         rules: dict[str, Rule | None] = {}
         for array in arrays:
-            match = _longest(self._ours, array.name.split("."))
+            match = _longest(self._internal, array.name.split("."))
             rule, part = match.rules[0] if match else (None, 0)
-            name = match.named(rule.theirs) if match and rule else array.name
+            name = match.named(rule.external) if match and rule else array.name
             stacks.setdefault(name, {})[part] = array
             rules[name] = rule
         return [_stacked(name, rules[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
-    def theirs(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
-        """Their names of a module, or of stacks that begin with it, each with the names of all parts and its rule."""
-        match = _longest(self._ours, name.split("."))
+    def external(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
+        """Return the external names of a module, or of stacks that begin with it, with all parts and the rule."""
+        match = _longest(self._internal, name.split("."))
         rules = [rule for rule, part in match.rules if part == 0] if match else []
         return (
-            [(match.named(rule.theirs), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
+            [(match.named(rule.external), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
         )
 
 
 def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
-    """Return the sizes of the parts of a stack of this shape; they do not add up to it if there is no such stack."""
+    """Return the sizes of a stack's parts; they do not add up to its axis if it is not a stack of this rule."""
     rows = rule.rows or (1,) * len(rule.parts)
     if 0 in rows and len(shape) != 2:
         return []
@@ -130,7 +129,7 @@ def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
     return [unit * part or fixed for part in rows]
 
 
-def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoing:
+def _stacked(name: str, rule: Rule | None, parts: Sequence[ArrayToSave]) -> ArrayToSave:
     first, change, axis = parts[0], rule.change if rule else "", rule.axis if rule else 0
     total = sum(part.shape[axis] for part in parts) if first.shape else 0
     shape = (*first.shape[:axis], total, *first.shape[axis + 1 :]) if len(parts) > 1 else first.shape
@@ -151,11 +150,11 @@ def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoin
             return np.roll(array, array.shape[0] // 2, axis=0)
         return array.reshape(shape)
 
-    return Outgoing(name, shape, first.dtype, get)
+    return ArrayToSave(name, shape, first.dtype, get)
 
 
 def _add(node: dict[Any, Any], name: str, value: tuple[Rule, int]) -> None:
-    """Put a value into a tree of the steps of names; None holds the values of the name that ends there."""
+    """Put a value into a tree of name components; the key None holds the values of the name that ends there."""
     for step in name.split(".") if name else ():
         node = node.setdefault(step, {})
     node.setdefault(None, []).append(value)

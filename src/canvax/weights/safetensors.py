@@ -1,8 +1,8 @@
 """The safetensors container, checked before use.
 
 A file is an 8-byte little-endian length, that many bytes of JSON, and the arrays end to end. The JSON gives the dtype,
-shape and byte range of each array. Nothing in it is believed: sizes are multiplied as Python integers, ranges must tile
-the file exactly, and names must look like names. (Format: the safetensors documentation, "Format".)
+shape and byte range of each array. All of it is verified: sizes are multiplied as Python integers, ranges must tile the
+file exactly, and names must be plausible. (Format: the safetensors documentation, "Format".)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from canvax.weights.entries import (
 )
 
 MAX_HEADER = 100_000_000
-"""The longest JSON header that is read, in bytes."""
+"""Largest JSON header that is read, in bytes."""
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -58,12 +58,12 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def open_safetensors(path: Path, *, plain_names: bool = True) -> list[Entry]:
-    """The arrays of a safetensors file, in file order; no array is read.
+    """Open the arrays of a safetensors file, in file order; no array is read.
 
-    ``plain_names``: refuse names that no module has. Embeddings are named as people name them.
+    With ``plain_names``, names that cannot be a module's are refused. Names of embeddings are free text.
 
     Raises:
-        CheckpointError: the file is truncated, is something else, or lies about itself.
+        CheckpointError: the file is truncated, inconsistent or not a safetensors file.
     """
     with open_weight_file(path) as file:
         stamp, size = file_stamp(file), file_size(file)
@@ -81,7 +81,7 @@ def open_safetensors(path: Path, *, plain_names: bool = True) -> list[Entry]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The free-form text that a safetensors file carries, usually ``{"format": "pt"}``."""
+    """Return the free-form text in a safetensors file, usually ``{"format": "pt"}``."""
     with open_weight_file(path) as file:
         metadata = _read_header(path, file)[0].get("__metadata__") or {}
     if not isinstance(metadata, dict):
@@ -90,8 +90,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """An array to be written: its name, shape and dtype now, its bytes when ``get`` is called."""
+class ArrayToSave:
+    """An array to write: its name, shape and dtype; ``get`` returns its bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,11 +100,11 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """Number of bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, arrays: Iterable[Outgoing], metadata: Mapping[str, str]) -> None:
+def write_safetensors(path: Path, arrays: Iterable[ArrayToSave], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file, holding one array at a time in memory.
 
     The file appears under its name only when complete: it is written under a temporary name in the same folder first.
@@ -128,7 +128,7 @@ def write_safetensors(path: Path, arrays: Iterable[Outgoing], metadata: Mapping[
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The parsed JSON header, and the offset of the first array byte."""
+    """Return the parsed JSON header, and the offset of the first array byte."""
     size = file_size(file)
     head = file.read(64)
     check_head(path, head)
@@ -163,7 +163,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_claim(path: Path, name: str, claim: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """Dtype, shape and byte range of one header line, if they make sense together."""
+    """Return dtype, shape and byte range of one header record, if they are consistent."""
     if not isinstance(claim, dict) or not {"dtype", "shape", "data_offsets"} <= claim.keys():
         raise CheckpointError(f"{path}: the header line of {name!r} lacks dtype, shape or data_offsets. {DAMAGED}")
     code, offsets = claim["dtype"], claim["data_offsets"]
@@ -182,7 +182,7 @@ def _check_claim(path: Path, name: str, claim: Any) -> tuple[np.dtype, tuple[int
 
 
 def _check_ranges(path: Path, ranges: list[tuple[int, int, str]], size: int) -> None:
-    """The sorted byte ranges must tile the file from first to last byte."""
+    """Check that the sorted byte ranges tile the file from first to last byte."""
     position = 0
     for begin, end, name in ranges:
         if begin != position:

@@ -1,6 +1,6 @@
-"""Writing the diffusers layout, so that PyTorch diffusers, transformers and canvax itself can load the result.
+"""Writes the diffusers layout, so that PyTorch diffusers, transformers and canvax itself can load the result.
 
-Nothing appears under its final name before it is complete, and nothing is replaced unless asked for.
+Files get their final names only when complete, and nothing is overwritten without ``overwrite``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from canvax.errors import NO_VALUE, CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.files import temporary_folder, written
 from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
-from canvax.weights.folder import DEFAULTS, INDEX, INDICES, MODULAR, PLAIN_FILES, STEMS, config_file, modular
+from canvax.weights.folder import DEFAULTS, INDEX, INDICES, MODULAR, STEMS, config_file, modular, plain_files
 from canvax.weights.load import Component
-from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
 
 MAX_SHARD = 10_000_000_000
-"""Bytes of arrays in one file; larger components are split, with an index."""
+"""Largest size of a file's arrays in bytes; larger components are split, with an index."""
 
-_METADATA = {"format": "pt"}  # what transformers insists on
+_METADATA = {"format": "pt"}  # required by transformers
 
 
 def save_component(
@@ -41,24 +41,24 @@ def save_component(
     config: Mapping[str, Any],
     *,
     dtype: DType | None = None,
-    rest: Sequence[Outgoing] = (),
+    rest: Sequence[ArrayToSave] = (),
 ) -> None:
     """Write one component's weights and ``config.json`` into ``folder``.
 
     Args:
-        folder: the component's own folder (``.../unet``), which is made.
+        folder: the component's folder (``.../unet``), which is created.
         component: name, spec and kind, as for loading.
         params: nested dict with exactly the spec's parameters.
-        config: what to write as ``config.json``.
-        dtype: dtype of the written arrays; each array's own if not given.
-        rest: arrays of the component that canvax does not read.
+        config: content of ``config.json``.
+        dtype: dtype of the written arrays; None for each array's.
+        rest: arrays of the component that canvax does not use.
 
     Raises:
-        InputError: params do not fit the spec; nothing has been written then.
+        InputError: params do not match the spec; nothing is written.
     """
     folder = Path(folder)
-    outgoing = component.outgoing([*outgoing_of(component, params, dtype), *rest])
-    shards, stem = _shards(outgoing), STEMS[component.kind]
+    to_save = component.to_save([*arrays_of(component, params, dtype), *rest])
+    shards, stem = _shards(to_save), STEMS[component.kind]
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -67,7 +67,7 @@ def save_component(
         write_safetensors(folder / name, shard, _METADATA)
     if len(shards) > 1:
         where = {array.name: name for name, shard in zip(names, shards, strict=True) for array in shard}
-        total = sum(array.nbytes for array in outgoing)
+        total = sum(array.nbytes for array in to_save)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         write_json(folder / f"{stem}.safetensors.index.json", index)
     write_json(folder / "config.json", config)
@@ -83,40 +83,42 @@ def save_checkpoint(
     copy_from: Callable[[str], Path] | None = None,
     dtype: DType | None = None,
     overwrite: bool = False,
-    rest: Mapping[str, Sequence[Outgoing]] | None = None,
+    rest: Mapping[str, Sequence[ArrayToSave]] | None = None,
 ) -> Path:
     """Write a whole checkpoint: weights, configs, tokenizers and ``model_index.json``.
 
-    The checkpoint is put together in a temporary folder beside ``folder``, or inside it if it is there already, and
-    moved into place when complete.
+    The checkpoint is written to a temporary folder next to ``folder``, or inside it if it exists, and moved into place
+    when complete.
 
     Args:
-        folder: where to write.
-        components: the components with weights; all of ``params``.
+        folder: destination.
+        components: the components with weights, those of ``params``.
         params: ``{component name: nested dict}``.
         index: ``model_index.json``. Components that are not written (``safety_checker``) become null in it, and
             class names of the old Flax pipelines become those of PyTorch.
         configs: config of every component in ``components``, and of the scheduler.
-        copy_from: gives the folder of a component, of which tokenizer files are copied; of "", that of the model, of
-            which ``canvax.json`` and ``concepts.json`` are.
-        dtype: dtype of the written arrays; each array's own if not given.
+        copy_from: returns the folder of a component, for copying tokenizer files; for "", that of the model, for
+            ``canvax.json`` and ``concepts.json``.
+        dtype: dtype of the written arrays; None for each array's.
         overwrite: write into a folder that is not empty, replacing files of the same names.
-        rest: arrays of each component that canvax does not read.
+        rest: arrays of each component that canvax does not use.
 
     Returns:
         The folder.
 
     Raises:
-        InputError: the folder is not empty, or params do not fit the specs.
-        CanvaxError: the disk refuses.
+        InputError: the folder is not empty, or params do not match the specs.
+        CanvaxError: the disk cannot be written.
     """
-    folder = Path(os.path.abspath(folder))  # "." has no name to put another one beside
+    folder = Path(os.path.abspath(folder))  # "." has no parent to put the temporary folder into
     if folder.exists() and not folder.is_dir():
-        raise InputError("folder", str(folder), "is a file", "choose another name")
+        raise InputError("folder", "is a file", cure="choose another name", value=str(folder))
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise InputError("folder", str(folder), "is not empty", "choose another one, or pass {overwrite=True}")
+        raise InputError(
+            "folder", "is not empty", cure="choose another one, or pass {overwrite=True}", value=str(folder)
+        )
     _check_parts([part.name for part in components], params, configs)
-    # Beside a folder that is there may be another disk: it is a mount point, or a link.
+    # An existing folder may be a mount point or a link, so its parent may be on another disk.
     with writing("folder", folder), temporary_folder(folder if folder.exists() else folder.parent) as build:
         names = [part.name for part in components]
         for part in components:
@@ -128,7 +130,7 @@ def save_checkpoint(
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
             names.append("scheduler")
         if copy_from is not None:
-            names += _copy_tokenizers([name for name in PLAIN_FILES if name in index], copy_from, build)
+            names += _copy_tokenizers([name for name in index if plain_files(name)], copy_from, build)
             for path in (copy_from("") / name for name in (DEFAULTS, CONCEPTS)):
                 if path.is_file():
                     shutil.copyfile(path, build / path.name)
@@ -143,7 +145,7 @@ def save_checkpoint(
 
 @contextmanager
 def writing(name: str, path: Path) -> Iterator[None]:
-    """Inside, the argument ``name`` is written, and its parent is there; a disk that refuses is an error of canvax."""
+    """Create the parent folder of the argument ``name``'s path; convert disk errors of the block to CanvaxError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -157,11 +159,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
 
 
-def outgoing_of(component: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
-    """What to write of a component as PyTorch diffusers has it, after checking it; no array is moved yet.
+def arrays_of(component: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:
+    """Return the arrays to write of a component, as PyTorch diffusers stores them, after checking it; no array is
+    moved.
 
     Raises:
-        InputError: params do not fit the spec.
+        InputError: params do not match the spec.
     """
     wanted: dict[str, Param] = dict(flatten(component.spec))
     arrays: dict[str, Any] = dict(flatten(params))
@@ -175,9 +178,9 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         what = f"of {component.name!r} do not fit their spec: {'; '.join(sorted(faults)[:8])}{more}"
-        raise InputError("params", NO_VALUE, what)
+        raise InputError("params", what)
     return [
-        Outgoing(
+        ArrayToSave(
             name,
             param.checkpoint_shapes[0],
             np.dtype(arrays[name].dtype if dtype is None else dtype),
@@ -188,9 +191,9 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
 
 
 def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:
-    # A jax.Array keeps the host copy that numpy makes of it. Through the CPU backend the copy is ours to drop, so that
-    # saving from a GPU holds one array on the host and not the model. (There may be no CPU backend: JAX_PLATFORMS.)
-    # What waits in the host's memory is there already.
+    # numpy's host copy of a jax.Array lives as long as the array. A copy through the CPU backend can be dropped, so
+    # that saving from a GPU holds one array on the host, not the model. (JAX_PLATFORMS may exclude the CPU backend.)
+    # Offloaded arrays are in the host's memory already.
     waits = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == "pinned_host"
     if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not waits:
         with suppress(RuntimeError):
@@ -202,10 +205,10 @@ def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:
 
 
 def narrowed(array: HostArray, dtype: DType) -> HostArray:
-    """An array in another dtype.
+    """Cast an array to another dtype.
 
     Raises:
-        InputError: a number does not fit into it.
+        InputError: a number is too large for the dtype.
     """
     out = np.empty(array.shape, dtype)
     try:
@@ -213,28 +216,28 @@ def narrowed(array: HostArray, dtype: DType) -> HostArray:
             cast_into(out, np.ascontiguousarray(array).reshape(array.shape))
     except FloatingPointError:
         raise InputError(
-            "dtype", np.dtype(dtype).name, "cannot hold a number of a parameter", "save bfloat16"
+            "dtype", "cannot hold a number of a parameter", cure="save bfloat16", value=np.dtype(dtype).name
         ) from None
     return out
 
 
 def _whole(leaf: Any) -> HostArray:
-    """An array on the host, put together from its parts if it is split over devices of several processes."""
+    """Return an array on the host, gathered if it is split over the devices of several processes."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
         return np.asarray(leaf)
     parts = {str(shard.index): shard for shard in leaf.addressable_shards}
     if sum(shard.data.size for shard in parts.values()) < leaf.size:
         problem = "are split over several processes, and none has all of them"
-        raise InputError("params", NO_VALUE, problem, "to save, load with model=1 in the mesh")
+        raise InputError("params", problem, cure="to save, load with model=1 in the mesh")
     out = np.empty(leaf.shape, leaf.dtype)
     for shard in parts.values():
         out[shard.index] = shard.data
     return out
 
 
-def _shards(arrays: Sequence[Outgoing]) -> list[list[Outgoing]]:
-    """Split in order, so that no part exceeds ``MAX_SHARD`` unless a single array does."""
-    shards: list[list[Outgoing]] = [[]]
+def _shards(arrays: Sequence[ArrayToSave]) -> list[list[ArrayToSave]]:
+    """Split arrays in order, so that no part exceeds ``MAX_SHARD`` unless a single array does."""
+    shards: list[list[ArrayToSave]] = [[]]
     size = 0
     for array in arrays:
         if shards[-1] and size + array.nbytes > MAX_SHARD:
@@ -249,14 +252,14 @@ def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any
     without = [name for name in names if name not in configs]
     if set(names) != params.keys() or without:
         problem = f"has {sorted(params)} and configs has {sorted(configs)}"
-        raise InputError("params", NO_VALUE, problem, f"give both {sorted(names)}")
+        raise InputError("params", problem, cure=f"give both {sorted(names)}")
 
 
 def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path], target: Path) -> list[str]:
-    """Copy the tokenizer files that canvax knows; returns the components copied."""
+    """Copy the tokenizer files that canvax knows; return the components copied."""
     copied = []
     for component in components:
-        files = [source(component) / name for name in PLAIN_FILES[component]]
+        files = [source(component) / name for name in plain_files(component)]
         files = [file for file in files if file.is_file()]
         if component == "scheduler" or not files:
             continue
@@ -268,10 +271,11 @@ def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path], t
 
 
 def _index(index: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
-    """``model_index.json`` with PyTorch's class names and only the components that were written."""
+    """Return ``model_index.json`` with PyTorch's class names and only the components that were written."""
     result = _without_flax(index)
     for name, value in result.items():
-        if not isinstance(value, list) or name.startswith("_"):
+        is_part = isinstance(value, list) and all(isinstance(entry, str | dict | None) for entry in value)
+        if not is_part or name.startswith("_"):
             continue
         if name not in written:
             result[name] = [None, None]
@@ -279,7 +283,7 @@ def _index(index: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
             result[name] = [value[0], value[1].removeprefix("Flax")]
     absent = [name for name in written if name not in result]
     if absent:
-        raise InputError("index", NO_VALUE, f"does not name {', '.join(absent)}", "add [library, class] for each")
+        raise InputError("index", f"does not name {', '.join(absent)}", cure="add [library, class] for each")
     if "safety_checker" in result and "requires_safety_checker" in result:
         result["requires_safety_checker"] = False
     return result
@@ -291,7 +295,7 @@ def _without_flax(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_dtype(config: dict[str, Any], params: Params, dtype: DType | None) -> dict[str, Any]:
-    """A transformers config names the dtype of the weights beside it, and the weights are read as that."""
+    """Return a transformers config that names the dtype of the weights, which determines how they are read."""
     names = {np.dtype(leaf.dtype if dtype is None else dtype).name for leaf in jax.tree.leaves(params)}
     if len(names) > 1:
         return config
@@ -299,7 +303,7 @@ def _with_dtype(config: dict[str, Any], params: Params, dtype: DType | None) -> 
 
 
 def _move_into_place(build: Path, folder: Path) -> None:
-    """Move a finished checkpoint to its name; into an existing folder file by file, the index last."""
+    """Move a finished checkpoint to its final name; into an existing folder file by file, the index last."""
     if not folder.exists():
         os.replace(build, folder)
         return
@@ -313,13 +317,15 @@ def _move_into_place(build: Path, folder: Path) -> None:
         names.setdefault(file.parent.relative_to(build), set()).add(file.name)
     for part, new in names.items():
         _drop_other_forms(folder / part, new)
-        others = (DEFAULTS, CONCEPTS, *INDICES) if part == Path() else PLAIN_FILES.get(part.name, ())
+        others = (DEFAULTS, CONCEPTS, *INDICES) if part == Path() else plain_files(part.name)
         for name in set(others) - new:
-            (folder / part / name).unlink(missing_ok=True)  # a tokenizer's or defaults that would be read with these
+            (folder / part / name).unlink(
+                missing_ok=True
+            )  # a tokenizer's files or defaults, which would be read with the new ones
 
 
 def _drop_other_forms(folder: Path, written: Collection[str]) -> None:
-    """Remove weights of an older save, one file or shards, that would be read in place of those just written."""
+    """Remove weights of an earlier save, as one file or shards, that would be read instead of the new ones."""
     for stem in STEMS.values():
         form = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
         if any(map(form.fullmatch, written)):

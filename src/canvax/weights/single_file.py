@@ -1,8 +1,8 @@
 """A whole model in one safetensors file, as most sites share them: Stable Diffusion 1.x, 2.x, XL and its refiner.
 
-Such a file holds arrays and nothing else. What kind of model it is, its sizes and its schedule are read off names and
-shapes; the tokenizer is CLIP's, which is in the package. Arrays that nothing asks for are an error, as in a folder.
-What is written has the names of the original Stable Diffusion code, which A1111, ComfyUI and PyTorch diffusers read.
+Such a file has only arrays. The kind of model, its sizes and its schedule are inferred from names and shapes; the
+tokenizer is CLIP's, from the package. Unused arrays are an error, as in a folder. Files are written with the names of
+the original Stable Diffusion code, which A1111, ComfyUI and PyTorch diffusers read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from canvax.weights.files import ModelFiles
 from canvax.weights.formats import OPEN_CLIP, numbered, unet_rules, vae_rules
 from canvax.weights.identify import BASES, MODEL, UNET, VAE, expect, parts_missing
 from canvax.weights.rules import Names
-from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata
+from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata
 
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
-"""CLIP's tokenizer: ``tokenizer`` fills up with the end token, ``tokenizer_2`` with "!" as OpenCLIP does."""
+"""CLIP's tokenizers: ``tokenizer`` pads with the end token, ``tokenizer_2`` with "!", as OpenCLIP does."""
 
 _HF, _OPEN = "transformer.", "model."
 _ONE = "cond_stage_model."
@@ -35,17 +35,17 @@ _IGNORED = re.compile(
     r"scale_factor|embedding_manager.*|cond_stage_model\.(text_projection|model\.visual\..*)|"
     r"denoiser\.sigmas|.*\.position_ids|.*logit_scale|.*\.attn_mask|v_pred|ztsnr|edm_vpred\..*|first_stage_model\.loss\..*)"
 )
-"""Arrays that are no weights of what generates: schedules, averages, marks and what training left."""
+"""Arrays that do not affect images: schedules, averages, markers and remains of training."""
 
 _OTHER_INPUTS = {8: "edits images by instructions", 5: "reads depths", 7: "enlarges images"}
 _STATED = "modelspec.prediction_type"
 _PREDICTIONS = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon", "eps": "epsilon"}
-"""What a file's metadata may say of what it predicts."""
+"""Names of prediction types in a file's metadata."""
 
 _LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.")
 
 _V_BIAS = 0.09
-"""Standard deviation of a bias of 2.x, above which it predicts v: those of the released models are 0.04 and 0.14."""
+"""A 2.x model predicts v if a bias has a larger standard deviation; the released models have 0.04 and 0.14."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +54,10 @@ class Layout:
 
     Attributes:
         name: the family.
-        pipeline: class of diffusers.
-        encoders: component -> the beginning of its arrays' names.
-        open_clip: those that have OpenCLIP's names.
-        architecture: ModelSpec's name of it.
+        pipeline: pipeline class of diffusers.
+        encoders: component -> prefix of its arrays' names.
+        open_clip: components with OpenCLIP's names.
+        architecture: ModelSpec's name of the architecture.
     """
 
     name: str
@@ -87,16 +87,16 @@ KINDS = (XL, REFINER, SD2, SD1)
 
 
 def open_single_file(name: str, path: Path, *, prediction: str | None = None, vae: bool = True) -> ModelFiles:
-    """A model in one safetensors file; no weights are read but those that tell what it predicts.
+    """Open a model in one safetensors file; only weights that determine the prediction type are read.
 
     Args:
-        name: as it was asked for.
+        name: name as the caller wrote it.
         path: the file.
-        prediction: what it predicts, if the caller knows; else, where that is a guess, a warning says so.
-        vae: whether it has to hold an autoencoder.
+        prediction: prediction type, if the caller knows it; otherwise a guess causes a warning.
+        vae: require an autoencoder.
 
     Raises:
-        CheckpointError: it holds no model that canvax knows, or more than one.
+        CheckpointError: it contains no model that canvax supports, or more than one.
     """
     arrays = with_scales(open_safetensors(path, plain_names=False))
     names = {array.name for array in arrays}
@@ -137,15 +137,15 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
 def single_files(
     name: str, path: Path, kind: Layout, arrays: Sequence[Entry], prediction: tuple[str, str], *, zero_snr: bool
 ) -> ModelFiles:
-    """The files of a model from the arrays of its file.
+    """Return the files of a model from the arrays of its file.
 
     Args:
-        name: as it was asked for.
+        name: name as the caller wrote it.
         path: the file.
-        kind: of model.
-        arrays: all that the file holds.
-        prediction: what the UNet predicts, and how that is known.
-        zero_snr: whether its last step of training was noise alone.
+        kind: kind of model.
+        arrays: all arrays of the file.
+        prediction: prediction type of the UNet, and the evidence.
+        zero_snr: True if its last training step was pure noise.
 
     Raises:
         CheckpointError: parts of the model are missing.
@@ -179,7 +179,7 @@ def single_files(
         index |= {"force_zeros_for_empty_prompt": kind is XL, "requires_aesthetics_score": kind is REFINER}
 
     def folder(component: str) -> Path:
-        """The package's folder of tokenizers."""
+        """Return the package's folder of tokenizers."""
         fills_up = component == "tokenizer_2" or (component == "tokenizer" and kind is SD2)
         return CLIP / ("tokenizer_2" if fills_up else component)
 
@@ -194,33 +194,33 @@ def single_files(
 
 
 def single_arrays(
-    kind: Layout, parts: Mapping[str, Sequence[Outgoing]], *, v_prediction: bool, zero_snr: bool
-) -> list[Outgoing]:
-    """All arrays of the file.
+    kind: Layout, parts: Mapping[str, Sequence[ArrayToSave]], *, v_prediction: bool, zero_snr: bool
+) -> list[ArrayToSave]:
+    """Return all arrays of the file.
 
     Args:
-        kind: of model.
-        parts: the arrays of each component, as PyTorch diffusers names and lays them out.
-        v_prediction: what the UNet predicts; SDXL's files say it by an array without numbers.
-        zero_snr: whether the last step of training was noise alone, which is said in the same way.
+        kind: kind of model.
+        parts: the arrays of each component, as PyTorch diffusers stores them.
+        v_prediction: True if the UNet predicts v; SDXL's files mark it by an empty array.
+        zero_snr: True if the last training step was pure noise, marked in the same way.
     """
     arrays = []
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
         names = _names(kind, component, [part.name for part in parts[component]])
-        renamed = names.to_theirs(parts[component]) if names else parts[component]
+        renamed = names.to_external(parts[component]) if names else parts[component]
         if component in kind.encoders and kind is SD2:
-            # It reads the last but one of OpenCLIP's layers. diffusers leaves the last one out, the original code not.
+            # It reads OpenCLIP's last layer but one. diffusers omits the last layer, the original code does not.
             layers = 1 + max(_layer_of(array.name) for array in renamed)
             renamed = [*renamed, *(replace(array, name=array.name.replace(f".{layers - 1}.", f".{layers}.", 1))
                            for array in renamed if _layer_of(array.name) == layers - 1)]  # fmt: skip
         arrays += [replace(array, name=start + array.name) for array in renamed]
     marks = {"v_pred": v_prediction and kind is XL, "ztsnr": zero_snr}
     none = np.zeros(0, np.float32)
-    return arrays + [Outgoing(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
+    return arrays + [ArrayToSave(name, (0,), none.dtype, lambda: none) for name, marked in marks.items() if marked]
 
 
 def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict[str, str]:
-    """ModelSpec's header (version 1.0.1): what the file cannot say by its arrays."""
+    """Return ModelSpec's header (version 1.0.1): facts that the arrays do not determine."""
     plain = kind.architecture or ("stable-diffusion-v2-768-v" if v_prediction else "stable-diffusion-v2-512")
     return {
         "format": "pt",
@@ -231,38 +231,40 @@ def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict
     }
 
 
-def as_read(path: Path, kind: Layout, arrays: Sequence[Outgoing], *, v_prediction: bool, zero_snr: bool) -> ModelFiles:
-    """What reading the file would find, before it is written."""
+def as_read(
+    path: Path, kind: Layout, arrays: Sequence[ArrayToSave], *, v_prediction: bool, zero_snr: bool
+) -> ModelFiles:
+    """Return the files that reading the file would give, before it is written."""
     entries = [Entry(array.name, array.shape, array.dtype, path, ((0, array.nbytes),), "torch") for array in arrays]
     prediction = ("v_prediction" if v_prediction else "epsilon"), f"as {_STATED} says"
     return single_files(str(path), path, kind, entries, prediction, zero_snr=zero_snr)
 
 
 def _names(kind: Layout, component: str, names: Collection[str]) -> Names | None:
-    """The names of a component; None where they are those of diffusers. ``names`` are its arrays', in either layout."""
+    """Return the rules of a component, from its arrays' names in either layout; None for names of diffusers."""
     if component in ("unet", "vae"):
         return Names(unet_rules(names) if component == "unet" else vae_rules(names))
     return OPEN_CLIP if component in kind.open_clip else None
 
 
 def _parts(kind: Layout, arrays: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The arrays of each component under our names."""
+    """Return the arrays of each component under internal names."""
     parts = {}
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
         stored = [replace(array, name=array.name.removeprefix(start)) for array in arrays
                if array.name.startswith(start) and not _IGNORED.fullmatch(array.name)]  # fmt: skip
-        if component in kind.encoders and kind is SD2:  # whose last layer is not used, nor its projection
+        if component in kind.encoders and kind is SD2:  # its last layer and projection are not used
             last = max((_layer_of(array.name) for array in stored), default=-1)
             stored = [
                 array for array in stored if array.name != "text_projection" and not 0 <= last == _layer_of(array.name)
             ]
         names = _names(kind, component, [array.name for array in stored])
-        parts[component] = names.to_ours(stored) if names else stored
+        parts[component] = names.to_internal(stored) if names else stored
     return parts
 
 
 def _layer_of(name: str) -> int:
-    """The layer of OpenCLIP's text encoder that an array is of; -1 if it is of none."""
+    """Return the layer of OpenCLIP's text encoder that an array belongs to; -1 for none."""
     match = _LAYER.match(name)
     return int(match[1]) if match else -1
 
@@ -297,7 +299,7 @@ def _unet_config(kind: Layout, shapes: Mapping[str, tuple[int, ...]], prediction
 
 
 def _of_vae(kind: Layout) -> dict[str, Any]:
-    """What arrays of an autoencoder do not tell."""
+    """Return the config fields that an autoencoder's arrays do not determine."""
     large = kind in (XL, REFINER)
     return {"scaling_factor": 0.13025 if large else 0.18215, "sample_size": 1024 if large else 512}
 
@@ -318,7 +320,7 @@ def _text_config(kind: Layout, shapes: Mapping[str, tuple[int, ...]], name: str,
         "max_position_embeddings": shapes["embeddings.position_embedding.weight"][0],
         "hidden_act": "gelu" if name in kind.open_clip else "quick_gelu",
         "bos_token_id": 49406,
-        "eos_token_id": 2 if kind in (XL, REFINER) else 49407,  # 2: the largest id, as the released configs say
+        "eos_token_id": 2 if kind in (XL, REFINER) else 49407,  # 2: the largest id, as in the released configs
     }
 
 
@@ -340,7 +342,7 @@ def _scheduler(kind: Layout, prediction: str, zero_snr: bool) -> dict[str, Any]:
 
 
 def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of an autoencoder from its arrays, and what they do not tell; of none at all the latter."""
+    """Return the config of an autoencoder from its arrays; other fields are those of ``rest``."""
     if not shapes:
         return {"_class_name": "AutoencoderKL", **rest}
     levels = numbered(shapes, r"encoder\.down_blocks\.(\d+)\.")
@@ -359,7 +361,7 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -
 
 
 def _prediction(arrays: Sequence[Entry], kind: Layout, metadata: Mapping[str, str]) -> tuple[str, str]:
-    """``epsilon`` or ``v_prediction``, and how that is known."""
+    """Return ``epsilon`` or ``v_prediction``, and the evidence."""
     stated = metadata.get(_STATED, "").strip().lower()
     if stated in _PREDICTIONS:
         return _PREDICTIONS[stated], f"as {_STATED} says"

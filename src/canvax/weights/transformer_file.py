@@ -1,11 +1,11 @@
-"""A transformer alone in one file, as ComfyUI has it; text encoder and autoencoder are given.
+"""A transformer in a separate file, as in ComfyUI; text encoder and autoencoder are further files.
 
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
     Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
 
-The file is a safetensors or a GGUF file. Sizes are read off shapes. What neither these nor the other parts tell is a
-fact of the family, in its ``SingleFile``.
+The file is a safetensors or a GGUF file. Sizes are inferred from shapes. Facts that neither these nor the other parts
+determine are in the family's ``SingleFile``.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from typing import Any
 from canvax.errors import CheckpointError, InputError
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, open_weights
-from canvax.weights.folder import KINDS
+from canvax.weights.folder import is_tokenizer, library_of
 from canvax.weights.identify import UNET, transformer_family
 from canvax.weights.rules import Names
 
-_LIBRARIES = KINDS | {"tokenizer": "transformers", "scheduler": "diffusers"}
-
 PARTS = ("text_encoder", "vae")
-"""Arguments of ``canvax.load`` that name files with what such a file does not hold."""
+"""Arguments of ``canvax.load`` for the parts that such a file does not contain."""
 
 
 def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) -> ModelFiles | None:
-    """The files of a model whose transformer is in a file of its own; None for other files. No array is read.
+    """Return the files of a model whose transformer is a separate file; None for other files. No array is read.
 
     Args:
-        name: as it was asked for.
+        name: name as the caller wrote it.
         path: the file.
-        given: parts that the caller gives.
+        given: parts that the caller supplies.
 
     Raises:
-        InputError: parts are neither in the file nor given.
-        CheckpointError: the transformer is not whole.
+        InputError: parts are neither in the file nor supplied.
+        CheckpointError: the transformer is incomplete.
     """
     entries = open_weights(path, plain_names=False)
     family = transformer_family({entry.name for entry in entries})
     if family is None or (layout := family.single_file) is None:
         return None
     if missing := [f"{{{part}=FILE}}" for part in PARTS if part not in given]:
-        raise InputError("model", name, f"is the transformer of {family.title} alone", f"add {' and '.join(missing)}")
+        raise InputError(
+            "model", f"is the transformer of {family.title} alone", cure=f"add {' and '.join(missing)}", value=name
+        )
     arrays = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
     arrays = [array for array in arrays if not array.name.startswith(layout.unused)]
     try:
-        config = layout.config({array.name: array.shape for array in Names(family.names).to_ours(arrays)})
+        config = layout.config({array.name: array.shape for array in Names(family.names).to_internal(arrays)})
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{name}: is not a whole transformer of {family.title}, it lacks {error}") from None
     except ValueError as error:
@@ -61,12 +61,12 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     configs: dict[str, Mapping[str, Any]] = {"transformer": config, **layout.configs}
     classes = {part: kinds[0] for part, kinds in family.classes.items() if kinds}
     classes["scheduler"] = configs["scheduler"]["_class_name"]
-    components = {part: [_LIBRARIES[part], kind] for part, kind in classes.items()}
+    components = {part: [library_of(part), kind] for part, kind in classes.items()}
     reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
     index = dict(layout.index(config) if callable(layout.index) else layout.index)
     if (by_name := layout.is_distilled(path.stem)) is not None:
         is_distilled, why = by_name
-        if layout.base:  # the schedule of a checkpoint tells
+        if layout.base:  # the schedule of a checkpoint determines it
             fact = next(iter(layout.base))
             configs["scheduler"] = {**configs["scheduler"], **({} if is_distilled else layout.base)}
             value = configs["scheduler"][fact]
@@ -78,7 +78,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         name,
         path,
         {"_class_name": family.pipelines[0], **index, **components},
-        {part: kind for part, kind in classes.items() if part != "tokenizer"},
+        {part: kind for part, kind in classes.items() if not is_tokenizer(part)},
         configs,
         read,
         path.joinpath,

@@ -1,4 +1,4 @@
-"""How files store the autoencoder of Wan and Qwen-Image, which is one of videos, and what one frame needs of it.
+"""Files of the video autoencoder of Wan and Qwen-Image, and the part of them that a single frame needs.
 
 diffusers        decoder.up_blocks.0.resnets.0.conv_shortcut.weight
 the authors      decoder.upsamples.0.shortcut.weight
@@ -19,7 +19,7 @@ from canvax.types import HostArray
 from canvax.weights.entries import Decode, Entry
 from canvax.weights.formats import MOST, numbered
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 _WAN = {
     "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
@@ -28,13 +28,13 @@ _WAN = {
 
 
 def wan_vae_rules(names: Collection[str]) -> list[Rule]:
-    """Return the rules of names; the original code numbers all layers of the decoder through."""
+    """Return the rules of names; the original code numbers all layers of the decoder."""
     rules = [Rule("conv1", "quant_conv"), Rule("conv2", "post_quant_conv")]
     rules.append(Rule("encoder.downsamples.*", "encoder.down_blocks.*"))
     blocks = [("encoder.downsamples.*", "encoder.down_blocks.*")]
     for side in ("encoder", "decoder"):
         parts = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out", "middle.1": "mid_block.attentions.0"}
-        rules += [Rule(f"{side}.{theirs}", f"{side}.{ours}") for theirs, ours in parts.items()]
+        rules += [Rule(f"{side}.{external}", f"{side}.{internal}") for external, internal in parts.items()]
         blocks += [(f"{side}.middle.{2 * i}", f"{side}.mid_block.resnets.{i}") for i in range(2)]
     resampled = [match for match in map(re.compile(r"decoder\.upsamples\.(\d+)\.resample\.").match, names) if match]
     each = 1 + min((int(match[1]) for match in resampled), default=3)
@@ -44,29 +44,29 @@ def wan_vae_rules(names: Collection[str]) -> list[Rule]:
             rules.append(Rule(f"decoder.upsamples.{i}", f"{level}.upsamplers.0"))
         else:
             blocks.append((f"decoder.upsamples.{i}", f"{level}.resnets.{place}"))
-    return rules + [Rule(f"{block}.{part}", f"{ours}.{our}") for block, ours in blocks for part, our in _WAN.items()]
+    return rules + [Rule(f"{block}.{old}", f"{name}.{new}") for block, name in blocks for old, new in _WAN.items()]
 
 
 def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
-    """Return the config of the autoencoder of a file.
+    """Return the config of the autoencoder in a file.
 
     Raises:
-        KeyError: it lacks an array.
+        KeyError: an array is missing.
     """
-    named = Names(wan_vae_rules([array.name for array in arrays])).to_ours(arrays)
+    named = Names(wan_vae_rules([array.name for array in arrays])).to_internal(arrays)
     shapes = {array.name: array.shape for array in named}
     sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
     return {"_class_name": WanVaeConfig.CLASS, **{size: shapes[name][0] for size, name in sizes.items()}}
 
 
 def of_one_frame(entries: Sequence[Entry]) -> list[Entry]:
-    """Return what one frame reads, under the names of ``canvax.models.wan_vae``."""
-    named = Names(wan_vae_rules([entry.name for entry in entries])).to_ours(entries)
+    """Return the arrays that one frame needs, under the names of ``canvax.models.wan_vae``."""
+    named = Names(wan_vae_rules([entry.name for entry in entries])).to_internal(entries)
     return [_frame(entry) for entry in named if UNUSED not in entry.name]
 
 
 def _frame(entry: Entry) -> Entry:
-    """Return ``from_video`` of an array as an entry; nothing is read. Arrays in another form stay, and are refused."""
+    """Return ``from_video`` of an array as an entry; nothing is read. Arrays in other forms are refused later."""
     if entry.decode or not entry.is_float or not math.prod(entry.shape):
         return entry
     shape, kernel = from_video(np.broadcast_to(np.float32(0), entry.shape)).shape, entry.shape[2:]
@@ -84,12 +84,12 @@ def _frame(entry: Entry) -> Entry:
     return replace(entry, shape=shape, dtype=kernels, decode=Decode(math.prod(kernel[1:]), begin))
 
 
-def of_videos(arrays: Sequence[Outgoing]) -> list[Outgoing]:
-    """Return the arrays of files for videos, with what one frame reads of them as it is now."""
-    read: dict[str, Outgoing] = {}
-    videos: list[Outgoing] = []
+def of_videos(arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
+    """Return the arrays of a video autoencoder's files, with the part for one frame replaced by its current values."""
+    read: dict[str, ArrayToSave] = {}
+    videos: list[ArrayToSave] = []
     stored: Any = arrays
-    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # rules that only rename
+    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_internal(stored)  # these rules only rename
     for array in named:
         if array.name in read or UNUSED in array.name:
             videos.append(_as_video(array, read.get(array.name)))
@@ -98,8 +98,8 @@ def of_videos(arrays: Sequence[Outgoing]) -> list[Outgoing]:
     return videos
 
 
-def _as_video(whole: Outgoing, read: Outgoing | None) -> Outgoing:
-    """Return an array of a file with what is read of it as it is now."""
+def _as_video(whole: ArrayToSave, read: ArrayToSave | None) -> ArrayToSave:
+    """Return an array of a file, with the part for one frame replaced by its current values."""
     if read is None:
         return whole
 

@@ -37,7 +37,7 @@ def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
 
 
 def _renoised(path: Path) -> SamplerTable:
-    """Makes the table of x' = (1 - t') D + t' noise."""
+    """Make the table of x' = (1 - t') D + t' noise."""
     t = path.sigmas
     N = rows(len(path), {0: column(1 - t[1:]) * D + column(t[1:]) * NOISE})
     return ve_table(path, Frame(path.schedule), path.timesteps, t[:-1], t[1:], N)
@@ -56,7 +56,7 @@ def heun(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """The midpoint method, with the midpoint in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as in
+    """Return the midpoint method, with the midpoint in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as in
     k-diffusion. Slot 1: y before the step."""
     c = _ChurnLevels(euler_path(schedule, steps, options), options)
     both, noise = c.after > 0, column(c.up) * NOISE
@@ -82,7 +82,10 @@ def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
         # The first step begins at 2^24, goes down to almost 0, and uses the slope at the next level. The error of that
         # slope times 2^24 is far larger than the data.
         raise InputError(
-            "sampler", "dpm2_a", "diverges on flow models, which begin without any signal", "use 'dpm2' or 'dpmpp_2s_a'"
+            "sampler",
+            "diverges on flow models, which begin without any signal",
+            cure="use 'dpm2' or 'dpmpp_2s_a'",
+            value="dpm2_a",
         )
     a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both, noise = a.down > 0, column(a.up) * NOISE
@@ -160,7 +163,7 @@ ADAMS_BASHFORTH = np.array(
 
 
 def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> SamplerTable:
-    """Makes the table of y' = y + weights . (slope, three earlier slopes)."""
+    """Make the table of y' = y + weights . (slope, three earlier slopes)."""
     levels = _Levels(path, options, Frame(path.schedule), path.sigmas)
     moved = X + column(weights[:, 0]) * levels.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
     N = rows(len(path), {0: moved, 1: levels.slope, 2: S1, 3: S2})
@@ -186,7 +189,7 @@ class _Levels:
     def table(
         self, timesteps: np.ndarray, level: np.ndarray, left: np.ndarray, N: np.ndarray, step: np.ndarray | None = None
     ) -> SamplerTable:
-        """Makes the table of rows N. y starts as noise of the first level; with leading spacing, its variance is larger
+        """Make the table of rows N. y starts as noise of the first level; with leading spacing, its variance is larger
         by 1, as if it contained an image of unit variance."""
         start, schedule = float(max(level[0], left.max())), self.path.schedule
         if schedule.timestep_unit != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
@@ -220,7 +223,7 @@ class _AncestralLevels(_Levels):
 
 
 def _ancestral_step(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the level to go down to, and the noise that leads from there up to `after`."""
+    """Return the level to go down to, and the noise that leads from there up to `after`."""
     up = eta * after * np.sqrt(np.maximum(1 - (after / level) ** 2, 0.0))
     return np.sqrt(after**2 - up**2), up
 
@@ -230,7 +233,7 @@ def _lerp(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndarray
 
 
 def _divisor(level: np.ndarray) -> np.ndarray:
-    """Returns a column to divide by; the rows at level 0 are removed later by `interleave`."""
+    """Return a column to divide by; the rows at level 0 are removed later by `interleave`."""
     return column(np.where(level > 0, level, np.inf))
 
 
@@ -243,7 +246,7 @@ def _two_stages(
     both: np.ndarray,
     middle_timesteps: np.ndarray | None = None,
 ) -> SamplerTable:
-    """Makes the table of steps with two rows: from `level` to `middle`, and from there to `left`."""
+    """Make the table of steps with two rows: from `level` to `middle`, and from there to `left`."""
     level = interleave(levels.level, middle, both)
     inner = np.where(both, middle, left)
     if middle_timesteps is None:

@@ -28,7 +28,9 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
     """
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver" and options.solver_order == 3:
-        raise InputError("solver_order", 3, "is not defined for algorithm_type='sde-dpmsolver'", "use solver_order=2")
+        raise InputError(
+            "solver_order", "is not defined for algorithm_type='sde-dpmsolver'", cure="use solver_order=2", value=3
+        )
     path = dpm_path(schedule, steps, options)
     orders = orders_of(path, options, options.solver_order)
     with np.errstate(all="ignore"):  # h is infinite at a last level of 0; infinite values are not used
@@ -56,7 +58,10 @@ def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver":
         raise InputError(
-            "algorithm_type", "sde-dpmsolver", "is not defined for a singlestep solver", "use 'sde-dpmsolver++'"
+            "algorithm_type",
+            "is not defined for a singlestep solver",
+            cure="use 'sde-dpmsolver++'",
+            value="sde-dpmsolver",
         )
     path = dpm_path(schedule, steps, options)
     count = len(path)
@@ -109,14 +114,14 @@ def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def model_value(path: Path, *, data: bool) -> np.ndarray:
-    """Returns the form of D, or of eps = (X - alpha D) / std, at each row."""
+    """Return the form of D, or of eps = (X - alpha D) / std, at each row."""
     if data:
         return np.broadcast_to(D, (len(path), D.size))
     return (X - column(path.alpha[:-1]) * D) / column(path.std[:-1])
 
 
 def orders_of(path: Path, options: SamplerOptions, limit: int) -> np.ndarray:
-    """Returns the order of each row: limited by the history, and low near the end of short runs."""
+    """Return the order of each row: limited by the history, and low near the end of short runs."""
     orders = history(len(path), limit)
     short = options.lower_order_final and path.total < 15
     if short or options.euler_at_final or path.sigmas[-1] == 0:
@@ -127,7 +132,7 @@ def orders_of(path: Path, options: SamplerOptions, limit: int) -> np.ndarray:
 
 
 def _blocks(count: int, options: SamplerOptions) -> np.ndarray:
-    """Returns the orders 1, 2, 3, 1, 2, 3, ... up to `solver_order`; 1 at the end if steps or last level require it."""
+    """Return the orders 1, 2, 3, 1, 2, 3, ... up to `solver_order`; 1 at the end if steps or last level require it."""
     limit = options.solver_order
     final = options.lower_order_final or count % limit or options.final_sigmas_type == "zero"
     orders = np.arange(count) % limit + 1
@@ -139,7 +144,7 @@ def _blocks(count: int, options: SamplerOptions) -> np.ndarray:
 def _coefficients(
     path: Path, begin: np.ndarray, h: np.ndarray, algorithm: str, options: SamplerOptions
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    """Returns on_x, (c0, c1 at order 2, c1 at order 3, c2) and up of the steps from row `begin` to the next row.
+    """Return on_x, (c0, c1 at order 2, c1 at order 3, c2) and up of the steps from row `begin` to the next row.
 
     They are phi_1, phi_2 and phi_3 of exponential integrators, at -g if x0 is integrated and at g if eps is.
     """
@@ -168,7 +173,7 @@ def _coefficients(
 
 
 def _differences(orders: np.ndarray, r0: np.ndarray, r1: np.ndarray, c: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Converts the weights of the differences to weights [3, R] of the newest three values."""
+    """Convert the weights of the differences to weights [3, R] of the newest three values."""
     c0, second, third, c2 = c
     # D1 = d0 + r0 (d0 - d1) / (r0 + r1) and D2 = (d0 - d1) / (r0 + r1) with d0 = (m0 - m1) / r0, d1 = (m1 - m2) / r1.
     older = (third * r0 + c2) / (r0 + r1)
@@ -179,13 +184,13 @@ def _differences(orders: np.ndarray, r0: np.ndarray, r1: np.ndarray, c: tuple[np
 
 
 def _checked(options: SamplerOptions) -> str:
-    """Returns the algorithm of the options, after checking that it can be used."""
+    """Return the algorithm of the options, after checking that it can be used."""
     algorithm = "dpmsolver++" if options.algorithm_type == "deis" else options.algorithm_type
     if not algorithm.endswith("++") and options.final_sigmas_type == "zero":
         raise InputError(
             "algorithm_type",
-            algorithm,
             "with final_sigmas_type='zero' divides by zero at its last step",
-            "use final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'",
+            cure="use final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'",
+            value=algorithm,
         )
     return algorithm

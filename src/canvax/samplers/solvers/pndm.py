@@ -71,18 +71,18 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def _remaining(path: Path, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
-    """Returns alphas_cumprod at the timesteps of a stage, log-linear in the level along a curve."""
+    """Return alphas_cumprod at the timesteps of a stage, log-linear in the level along a curve."""
     exact = remaining_at(path.schedule, timesteps, options)
     return exact if path.even else np.where(timesteps < 0, exact, 1 / (1 + path.schedule.sigma_at(timesteps) ** 2))
 
 
 def _after(path: Path, stride: int) -> list[float]:
-    """Returns the timestep where each step ends: a stride further, or along a curve the next timestep."""
+    """Return the timestep where each step ends: a stride further, or along a curve the next timestep."""
     return list(path.timesteps - stride) if path.even else [*path.timesteps[1:], AFTER_THE_END]
 
 
 def _plms_stages(path: Path, stride: int) -> list[_Stage]:
-    """Returns predictor, corrector (at the second timestep, like the next stage), then Adams-Bashforth stages."""
+    """Return predictor, corrector (at the second timestep, like the next stage), then Adams-Bashforth stages."""
     t, after = list(path.timesteps), _after(path, stride)
     stages = [_Stage(t[0], t[0], after[0], 0, anchors=True)]
     if len(t) > 1:
@@ -94,7 +94,7 @@ def _plms_stages(path: Path, stride: int) -> list[_Stage]:
 
 
 def _prk_stages(path: Path, stride: int) -> list[_Stage]:
-    """Returns three Runge-Kutta steps over the first four timesteps (fewer in short runs), then Adams-Bashforth."""
+    """Return three Runge-Kutta steps over the first four timesteps (fewer in short runs), then Adams-Bashforth."""
     t, end = list(path.timesteps), _after(path, stride)
     started = min(3, len(t) - 1)
     stages = []
@@ -113,7 +113,7 @@ def _prk_stages(path: Path, stride: int) -> list[_Stage]:
 
 
 def _transfer(start: np.ndarray, end: np.ndarray, velocity: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the weights of x and of the network's output in a step between two alphas_cumprod.
+    """Return the weights of x and of the network's output in a step between two alphas_cumprod.
 
     Liu et al. 2022, eq. 11: x0 and eps are computed at `start` and combined again at `end`.
     """

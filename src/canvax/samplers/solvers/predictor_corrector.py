@@ -46,7 +46,7 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
 
 
 def _uni_frame(path: Path, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns on_x, k and hh of x_to = on_x x - k (expm1(hh) m + ...); hh is -h if x0 is integrated, h if eps is."""
+    """Return on_x, k and hh of x_to = on_x x - k (expm1(hh) m + ...); hh is -h if x0 is integrated, h if eps is."""
     a, s, h = path.alpha, path.std, np.diff(path.lambdas)
     if options.predict_x0:
         return s[1:] / s[:-1], a[1:], -h
@@ -56,7 +56,7 @@ def _uni_frame(path: Path, options: SamplerOptions) -> tuple[np.ndarray, np.ndar
 def _uni_weights(
     path: Path, orders: np.ndarray, hh: np.ndarray, k: np.ndarray, options: SamplerOptions, *, corrects: bool
 ) -> list[np.ndarray]:
-    """Returns the weights of m_i, m_(i-1), m_(i-2) for the predictor, of m_(i+1) to m_(i-2) for the corrector.
+    """Return the weights of m_i, m_(i-1), m_(i-2) for the predictor, of m_(i+1) to m_(i-2) for the corrector.
 
     Row i is the step from i to i + 1. Zhao et al. 2023, eq. 3 to 5: R rho = b, where R has the powers of the ratios r;
     the corrector's last ratio is 1. As in the paper, UniP of order 2 and UniC of order 1 use rho = 1/2.
@@ -89,7 +89,7 @@ def _uni_weights(
 
 
 def _solve_powers(nodes: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Solves sum_j rho_j nodes_j^i = target_i, i < p, for rho [n, p]."""
+    """Solve sum_j rho_j nodes_j^i = target_i, i < p, for rho [n, p]."""
     p = nodes.shape[1]
     if p == 0 or not len(nodes):
         return np.zeros(nodes.shape)
@@ -128,7 +128,7 @@ def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
 
 
 def _sa_frame(path: Path, tau: np.ndarray, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the weights of x and of the noise in each step: Xue et al. 2023, eq. 13."""
+    """Return the weights of x and of the noise in each step: Xue et al. 2023, eq. 13."""
     a, s, h = path.alpha, path.std, np.diff(path.lambdas)
     if options.predict_x0:
         decay = np.where(tau > 0, np.exp(-(tau**2) * h), 1.0)
@@ -139,7 +139,7 @@ def _sa_frame(path: Path, tau: np.ndarray, options: SamplerOptions) -> tuple[np.
 def _sa_weights(
     path: Path, tau: np.ndarray, orders: np.ndarray, options: SamplerOptions, *, corrects: bool
 ) -> np.ndarray:
-    """Returns the weights [n, 4] of the values, newest first: before the step, with `corrects` also after it.
+    """Return the weights [n, 4] of the values, newest first: before the step, with `corrects` also after it.
 
     They integrate the interpolating polynomial in lambda times the method's exponential over the step.
     """

@@ -17,7 +17,7 @@ from canvax.samplers.table import SamplerTable
 
 
 def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
-    """Returns alphas_cumprod at fractional timesteps; past the end (t < 0) it is 1 with set_alpha_to_one, otherwise the
+    """Return alphas_cumprod at fractional timesteps; past the end (t < 0) it is 1 with set_alpha_to_one, otherwise the
     value of the first timestep."""
     final = 1.0 if options.set_alpha_to_one else schedule.alphas_cumprod[0]
     whole = np.interp(timesteps, np.arange(schedule.num_train_timesteps), schedule.alphas_cumprod)
@@ -46,7 +46,7 @@ def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def _posterior(a: np.ndarray, s: np.ndarray, a_to: np.ndarray, s_to: np.ndarray) -> np.ndarray:
-    """Returns the standard deviation of x at the next level for known x and x0: Ho et al. 2020, eq. 7."""
+    """Return the standard deviation of x at the next level for known x and x0: Ho et al. 2020, eq. 7."""
     return s_to / s * np.sqrt(np.maximum(s**2 - (a / a_to * s_to) ** 2, 0.0))
 
 
@@ -58,7 +58,9 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
     """
     demand_numbered(schedule, "ddim_inverse")
     if options.spacing == "linspace":
-        raise InputError("spacing", "linspace", "is not defined for DDIM inversion", "use 'leading' or 'trailing'")
+        raise InputError(
+            "spacing", "is not defined for DDIM inversion", cure="use 'leading' or 'trailing'", value="linspace"
+        )
     path = training_path(schedule, steps, options)
     timesteps, sigmas = path.timesteps[::-1], path.sigmas[-2::-1]
     a_to, s_to = Frame(schedule).alpha_std(sigmas)
@@ -77,9 +79,9 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
             if np.any(s == 0):
                 raise InputError(
                     "prediction_type",
-                    schedule.prediction_type,
                     "says nothing about the noise of a clean image, where DDIM inversion starts",
-                    "set_alpha_to_one=False starts at the first timestep",
+                    cure="set_alpha_to_one=False starts at the first timestep",
+                    value=schedule.prediction_type,
                 )
             eps, image = (X - column(a) * D) / column(s), D
     M = rows(steps, {0: column(a_to) * image + column(s_to) * eps})

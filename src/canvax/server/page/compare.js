@@ -14,15 +14,12 @@ export function compare(left, right) {
 }
 
 function show() {
-  for (const [node, record] of [[$("compare-over"), pair[0]], [$("compare-under"), pair[1]]]) {
+  for (const [i, side] of ["left", "right"].entries()) {
+    const [record, node] = [pair[i], $(i ? "compare-under" : "compare-over")];
     showImage(node, record);
-    node.alt = record.settings.prompt;
+    node.alt = $(`compare-${side}`).textContent = record.settings.prompt;
     crisp(node, record.width);
-  }
-  for (const [side, record] of [["left", pair[0]], ["right", pair[1]]]) {
-    const [title, settings] = side === "left" ? [$("compare-left"), $("compare-left-settings")] : [$("compare-right"), $("compare-right-settings")];
-    title.textContent = record.settings.prompt;
-    settings.textContent = summary(record, samplerLabel(record.settings.sampler));
+    $(`compare-${side}-settings`).textContent = summary(record, samplerLabel(record.settings.sampler));
   }
   slide();
 }

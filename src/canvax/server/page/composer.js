@@ -1,12 +1,12 @@
 // The form: what to draw and how; the input image and its mask.
 import { getJson } from "./api.js";
 import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
-import { canvasOf, crisp, fitted, paint, toBlob, toDataUrl } from "./pictures.js";
+import { canvasOf, crisp, fitted, paint, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
 import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 import { prepareWords, saidOfWord, showWords } from "./words.js";
 
-let catalogue = { models: [], samplers: [] };
+let catalogue = { models: [], samplers: [], curves: [] };
 /** {blob, mask: canvas of the input's size or null, original} or null. */
 let input = null;
 /** Reference images after the input image, of a model that edits. */
@@ -25,6 +25,8 @@ export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.s
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 export const currentInput = () => input;
+/** The input image at the form's size. */
+export const fittedInput = () => fitted(input.original, Number($("width").value), Number($("height").value));
 /** Whether the model reads the input image, and others, and begins from noise. */
 export const editing = () => Boolean(model()?.references && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
@@ -36,11 +38,14 @@ export const hasModels = () => catalogue.models.length > 0;
 
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 
+const option = ({ name, label }) => el("option", { value: name, textContent: label });
+
 export async function setCatalogue(models) {
   catalogue = models;
   $("model").replaceChildren(...models.models.map(({ id, name }) => el("option", { value: id, textContent: name })));
   $("model").value = cardOf()?.id;
   $("model-field").hidden = models.models.length < 2;
+  $("sigmas").replaceChildren(el("option", { value: "", textContent: "The model's" }), ...models.curves.map(option));
   const draft = remembered("draft", {});
   showModel();
   const applied = apply({ options: usualOptions(), adapters: {}, ...draft });
@@ -98,7 +103,6 @@ function showModel() {
   for (const id of ["steps", "steps-number"]) $(id).max = card.max_steps;
   $("steps").max = Math.min(card.max_steps, Math.max(20, 2 * card.steps));
   const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
-  const option = ({ name, label: text }) => el("option", { value: name, textContent: text });
   $("sampler").replaceChildren(first, ...samplers().map(option));
   ownSettings();
   showVaes(card);
@@ -147,10 +151,11 @@ function shapeOf(width, height) {
 /** Size, steps, guidance and sampler as the model's card has them. */
 function ownSettings() {
   const card = model();
-  setSize(...card.native);
+  setSize(...card.size);
   setNumber("steps", card.steps);
   setNumber("guidance", card.guidance_scale);
   setSampler("");
+  $("hires-strength").value = hiresStrength();
 }
 
 function setNumber(id, value) {
@@ -194,8 +199,8 @@ function showSize() {
 const SOFT = 40;
 
 const HIRES = [1.5, 2, 3, 4];
-/** Of the second pass: latents that are made larger stay blurred below 0.55 or so. */
-const HIRES_STRENGTHS = { pixel: 0.4, latent: 0.7 };
+/** Of a second pass, by default: latents that are made larger stay blurred below 0.55 or so. */
+const hiresStrength = (method = $("hires-method").value) => (method === "latent" ? 0.7 : model()?.hires_strength);
 /** Times the pixels of the largest size that is ready, that a server compiles programs for. */
 const LARGEST = 4;
 
@@ -224,7 +229,6 @@ function showHires(times = Number($("hires").value)) {
   paintRange($("hires-strength"));
 }
 
-/** Of the sizes that are ready, the one most like it. */
 /** The listed size that is most like these; what was written into the fields stays. */
 function nearest(width, height) {
   const distance = ([w, h]) => Math.abs(Math.log((w / h) / (width / height))) * 4 + Math.abs(Math.log((w * h) / (width * height)));
@@ -248,7 +252,8 @@ function showSampler() {
   const name = $("sampler").value || model()?.sampler || "";
   const found = catalogue.samplers.find((one) => one.name === name || name === one.label)
     ?? catalogue.samplers.filter((one) => name.startsWith(one.label)).sort((a, b) => b.label.length - a.label.length)[0];
-  $("sampler-when").textContent = found?.when.replaceAll("`", "") ?? "";
+  const curve = catalogue.curves.find((one) => one.name === $("sigmas").value);
+  $("sampler-when").textContent = $("sampler").title = [found?.when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
 }
 
 function showLock(locked) {
@@ -273,8 +278,8 @@ export function settings() {
   const result = {
     prompt: prompt && prompt + style,
     n: number("count", 1),
-    width: number("width", card?.native[0]),
-    height: number("height", card?.native[1]),
+    width: number("width", card?.size[0]),
+    height: number("height", card?.size[1]),
     steps: number("steps-number", card?.steps),
     guidance_scale: card?.guided ? number("guidance-number", card.guidance_scale) : undefined,
     format: $("format").value,
@@ -297,6 +302,7 @@ function optionsNow() {
   if ($("syntax").value !== "plain" && card?.prompt_weights) options.prompt_syntax = $("syntax").value;
   if (Number($("clip-skip").value) && card?.clip_skip) options.clip_skip = Number($("clip-skip").value);
   if (input?.mask && $("mask-soft").checked && !("mask_blur" in options)) options.mask_blur = Math.max(1, Math.round(Math.min($("width").value, $("height").value) / SOFT));
+  if ($("sigmas").value) options.sigmas = $("sigmas").value;
   if ($("hires").value > 1 && !input) {
     Object.assign(options, { hires: Number($("hires").value), hires_strength: Number($("hires-strength").value) });
     if ($("hires-method").value !== "pixel") options.hires_method = $("hires-method").value;
@@ -305,11 +311,13 @@ function optionsNow() {
   return options;
 }
 
-function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hires = 1, hires_method: method = "pixel", hires_strength: strength = HIRES_STRENGTHS[method], hires_steps: steps = "", ...rest }) {
+function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hires = 1, hires_method: method = "pixel", hires_strength: strength = hiresStrength(method), hires_steps: steps = "", ...rest }) {
   for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, "hires-method": method, "hires-strength": strength, "hires-steps": steps })) $(id).value = value;
   showHires(hires);
-  // Those of a control image have fields.
-  others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_")));
+  $("sigmas").value = rest.sigmas ?? "";
+  showSampler();
+  // Those of a control image have fields; a list of sigmas has none.
+  others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_") && (name !== "sigmas" || !$("sigmas").value)));
   $("other-options").replaceChildren(...Object.entries(others).map(([name, value]) => el("li", { className: "chip" },
     el("span", { textContent: `${name.replaceAll("_", " ")} ${JSON.stringify(value)}` }), button("close", `Leave out ${name}`, () => {
       const { [name]: _, ...left } = optionsNow();
@@ -385,7 +393,7 @@ export function usedSeed(seed) {
 function showFold() {
   const { width, height, n, steps, guidance_scale: guidance } = settings();
   const { prompt_syntax: syntax, ...options } = optionsNow();
-  const named = Object.keys(options).filter((name) => !name.startsWith("hires")).map((name) => name.replaceAll("_", " "));
+  const named = Object.keys(options).filter((name) => !/^(hires|sigmas)/.test(name)).map((name) => name.replaceAll("_", " "));
   $("more-text").textContent = [syntax, ...named].filter(Boolean).join(", ");
   $("fold-text").textContent = [plural(n, "image"), `${width} × ${height}`, `${steps} steps`, ...(guidance === undefined ? [] : [`guidance ${guidance}`])].join(" · ");
 }
@@ -487,7 +495,7 @@ async function showInput() {
   const count = input ? 1 + references.length : 0;
   $("input").hidden = !input && !edits;
   $("input-title").textContent = edits ? "Reference images" : input?.mask ? "Input image and mask" : "Input image";
-  $("input-hint").textContent = edits ? `${count} of ${most}, read together with the prompt` : input?.cut ? "cut at its edges to fit the size" : "";
+  $("input-hint").textContent = input?.mask && references.length ? `${plural(references.length, "more reference image")} not read: a mask goes with one image` : edits ? `${count} of ${most}, read together with the prompt` : input?.cut ? "cut at its edges to fit the size" : "";
   $("input-number").hidden = !edits || !references.length;
   $("input-add").hidden = !edits || count >= most;
   $("input-mask").hidden = $("input-remove").hidden = !input;
@@ -502,7 +510,7 @@ async function showInput() {
   if (input.mask) {
     const context = canvas.getContext("2d");
     context.globalAlpha = 0.6;
-    context.drawImage(tinted(input.mask), 0, 0);
+    context.drawImage(tinted(input.mask, "#e2467a"), 0, 0);
   }
   crisp(canvas, bitmap.width);
 }
@@ -513,17 +521,6 @@ function referenceTile(blob, at) {
   const act = (change) => () => change(i).then(() => ($("references").children[at]?.querySelector("button") ?? $("input-add")).focus());
   return el("li", {}, el("div", { className: "thumb", role: "img", ariaLabel: `Reference image ${i + 1}` }, canvas, el("span", { className: "number", textContent: i + 1, ariaHidden: "true" })),
     el("div", { className: "row tight" }, button("left", `Move reference image ${i + 1} forward`, act(moveForward)), button("close", `Remove reference image ${i + 1}`, act(removeReference))));
-}
-
-/** The mask in the accent colour. */
-function tinted(mask) {
-  const canvas = canvasOf(mask.width, mask.height);
-  const context = canvas.getContext("2d");
-  context.drawImage(mask, 0, 0);
-  context.globalCompositeOperation = "source-in";
-  context.fillStyle = "#e2467a";
-  context.fillRect(0, 0, mask.width, mask.height);
-  return canvas;
 }
 
 /** White where the mask is painted, black elsewhere. */
@@ -549,7 +546,7 @@ export async function inputFiles({ width, height }) {
 
 /** The body of the request. */
 export async function bodyOf(job, files) {
-  const { steered, prompted, ...body } = job;
+  const { steered, prompted, source, ...body } = job;
   // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
   if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: cardOf(job.model)?.no_guidance ?? 1 });
   for (const [name, blob] of Object.entries(files)) body[name] = await (Array.isArray(blob) ? Promise.all(blob.map(toDataUrl)) : toDataUrl(blob));
@@ -585,10 +582,14 @@ function listKnown() {
 export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=number]:not([hidden] *)")]
   .find(({ validity: { badInput, rangeUnderflow, rangeOverflow } }) => badInput || rangeUnderflow || rangeOverflow);
 
+/** Fields of a request that the form calls otherwise. */
+const FIELDS = { image: "input-open", mask: "input-open", references: "input-add", negative_prompt: "negative", n: "count", steps: "steps-number", guidance_scale: "guidance-number", width: "size", height: "size", adapters: "adapter-add", options: "syntax", prompt_syntax: "syntax", control: "control-open", image_prompt: "image-prompt-open" };
+
 /** Say what is wrong, at its field, which has an id or is of a field of the request. */
 export function formError(text, param = null, id = null) {
   if (param === "options") [, param = "options"] = text.match(/^options\.(\w+)/) ?? [];
-  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", vae: "vae", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
+  const name = FIELDS[param] ?? param?.replaceAll("_", "-");
+  const field = id ?? ($(name) ? name : null);
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) {
     node.removeAttribute("aria-invalid");
     node.removeAttribute("aria-errormessage");
@@ -624,7 +625,7 @@ export function prepareComposer() {
   $("count-more").addEventListener("click", () => step(1));
   $("model").addEventListener("change", showModel);
   $("size").addEventListener("change", showSize);
-  $("sampler").addEventListener("change", showSampler);
+  for (const id of ["sampler", "sigmas"]) $(id).addEventListener("change", showSampler);
   $("strength").addEventListener("input", showStrength);
   $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
@@ -638,7 +639,7 @@ export function prepareComposer() {
   }
   $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); showWords(); growAll(); keepDraft(); });
   $("input-remove").addEventListener("click", () => { removeReference(0); $("prompt").focus(); });
-  $("hires-method").addEventListener("change", () => { $("hires-strength").value = HIRES_STRENGTHS[$("hires-method").value]; showHires(); });
+  $("hires-method").addEventListener("change", () => { $("hires-strength").value = hiresStrength(); showHires(); });
   for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());
   for (const id of ["width", "height"]) $(id).addEventListener("change", showSize);
   $("input-add").addEventListener("click", () => $("input-file").click());

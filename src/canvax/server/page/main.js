@@ -70,6 +70,7 @@ function start(job, files = {}, kept = {}) {
     gallery.addRecord({ id: `${task.once}-${index}`, created: task.created - index * 0.001, settings, inputs: files, blob, file, width, height }, tiles[index]);
     gallery.showQueue();
   });
+  task.addEventListener("kept", ({ detail: { index } }) => { if (tiles[index].isConnected) gallery.removeBusy(tiles[index]); });
   task.addEventListener("refused", ({ detail: error }) => {
     if (task.id) return;
     for (const tile of tiles) gallery.removeBusy(tile);
@@ -148,16 +149,18 @@ function onePass({ settings, width, height }) {
   return { ...settings, width, height, options };
 }
 
+/** The settings of the image before it was upscaled; where they are not kept, no seed of it is known. */
+function sourceOf({ settings, width, height }) {
+  const { source, upscale, strength, seed, ...rest } = settings;
+  if (!upscale) return settings;
+  return source ?? { ...rest, width: Math.round(width / upscale), height: Math.round(height / upscale) };
+}
+
 const closeDialogs = () => { for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close(); };
 const canDo = (task) => composer.model()?.tasks.includes(task) ?? false;
 
-const isReady = (width, height) => composer.model()?.sizes.some(([w, h]) => w === width && h === height) ?? false;
-
 /** Tiles have the model's own size. */
-function canUpscale() {
-  const card = composer.model();
-  return canDo("upscaling") && (card.any_size || isReady(...card.native));
-}
+const canUpscale = () => canDo("upscaling") && composer.canMake(...composer.model().native);
 
 Object.assign(viewer.viewerActions, {
   canUpscale,
@@ -180,7 +183,7 @@ Object.assign(viewer.viewerActions, {
     if (!canUpscale()) return toast("This server has no programs for the size of this model's tiles.");
     closeDialogs();
     const inputs = { image: await blobOf(record) };
-    start(anew({ inputs, settings: { ...onePass(record), ...composer.upscaling() } }), inputs);
+    start({ ...anew({ inputs, settings: { ...onePass(record), ...composer.upscaling() } }), source: sourceOf(record) }, inputs);
   },
   async use(record) {
     closeDialogs();
@@ -206,9 +209,11 @@ Object.assign(viewer.viewerActions, {
   },
   async restore(record) {
     closeDialogs();
-    const { settings, inputs } = record;
-    await restored({ ...settings, lock: true }, settings.upscale ? {} : inputs);
-    tellLost(settings, record.missing, settings.upscale && inputs?.image ? [["Upscale again", () => viewer.viewerActions.vary(record)]] : []);
+    const { inputs, settings: { upscale, strength } } = record;
+    const settings = sourceOf(record);
+    await restored({ ...settings, lock: settings.seed !== undefined }, upscale ? {} : inputs);
+    if (upscale) composer.apply({ upscale, strength });
+    tellLost(settings, record.missing, upscale && inputs?.image ? [["Upscale again", () => viewer.viewerActions.vary(record)]] : [], upscale);
   },
 });
 
@@ -235,10 +240,10 @@ function comparePair(...ids) {
   compare(...pair);
 }
 
-function openMask(back) {
+async function openMask(back) {
   const input = composer.currentInput();
   if (!input) return;
-  editMask(input.blob, input.mask, async (mask) => {
+  editMask(await composer.fittedInput(), input.mask, async (mask) => {
     await composer.setInput(input.original, mask);
     composer.keepDraft();
     $("prompt").focus();
@@ -280,7 +285,8 @@ async function openImage(file) {
     const { settings, missing, metadata } = await inspect(file);
     settings.prompt ??= metadata.upscale?.prompt;
     const { image, mask, ...rest } = settings;
-    await restored({ ...rest, n: 1, lock: settings.seed !== undefined });
+    if (rest.upscale) Object.assign(rest, { seed: undefined, width: Math.round(metadata.width / rest.upscale), height: Math.round(metadata.height / rest.upscale) });
+    await restored({ ...rest, n: 1, lock: rest.seed !== undefined });
     tellLost(settings, missing, [["Add as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
@@ -290,15 +296,15 @@ async function openImage(file) {
 }
 
 /** Say what of an image's settings is not in the form, with the nearest choices. */
-function tellLost(settings, missing = [], actions = []) {
+function tellLost(settings, missing = [], actions = [], upscale = settings.upscale) {
   const left = composer.notTaken(settings);
   const loras = missing.map((text) => text.match(/^<lora:([^:<>]+):?([\d.]*)[^<>]*>$/)).filter(Boolean).map(([, name, weight]) => [name, Number(weight) || 1]);
   const here = loras.filter(([name]) => adapterNames().includes(name));
   const use = here.length ? [[`Use ${here.map(([name]) => name).join(", ")}`, () => { composer.apply({ adapters: Object.fromEntries(here) }); composer.keepDraft(); }]] : [];
   const lost = [...left.map(([text]) => text), ...missing];
-  if (!lost.length && !actions.length) return announce("Settings restored");
+  if (!lost.length && !actions.length && !upscale) return announce("Settings restored");
   const shown = [...lost.slice(0, 8), ...(lost.length > 8 ? [`${lost.length - 8} more`] : [])].join(", ");
-  toast(`Settings restored${shown && `, without ${shown}`}.`, [...left.flatMap(([, choices]) => Object.entries(choices)), ...use, ...actions], lost.length ? 60 : 8);
+  toast(`Settings restored${upscale ? ` of the image before it was upscaled ${upscale} ×` : ""}${shown && `, without ${shown}`}.`, [...left.flatMap(([, choices]) => Object.entries(choices)), ...use, ...actions], lost.length ? 60 : 8);
 }
 
 /** Where it was dropped or pasted decides what it is for. */
@@ -349,7 +355,9 @@ async function showLeftOut() {
 
 async function loadModels() {
   try {
-    await composer.setCatalogue(await getJson("api/models"));
+    const catalogue = await getJson("api/models");
+    await composer.setCatalogue(catalogue);
+    untilReady(catalogue);
     await showLeftOut();
     const examples = composer.model()?.examples ?? [];
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
@@ -360,16 +368,24 @@ async function loadModels() {
     else if (error.status === 401) askKey(error.message);
     else if (error.code === "starting") return startingSoon(error);
     else toast(error.message);
+    $("starting").hidden = true;
   }
-  $("starting").hidden = true;
 }
 
-/** The server is there, its models are not yet: it says how far they are. */
-async function startingSoon({ message, retryAfter }) {
-  $("starting").textContent = `Getting ready: ${message}`;
+/** Say for a moment how far a server is that is not ready. */
+function showStarting(text, seconds = 2) {
+  $("starting").textContent = `Getting ready: ${text}`;
   $("starting").hidden = false;
-  await new Promise((resolve) => { setTimeout(resolve, 1000 * Math.min(2, retryAfter ?? 2)); });
-  return loadModels();
+  return new Promise((resolve) => { setTimeout(resolve, 1000 * Math.min(2, seconds)); });
+}
+
+/** The models are not known yet. */
+const startingSoon = ({ message, retryAfter }) => showStarting(message, retryAfter ?? 2).then(loadModels);
+
+/** The models can be chosen; jobs wait until the first of them is loaded. */
+async function untilReady({ starting }) {
+  for (let text = starting; text; text = (await getJson("api/models").catch(() => ({}))).starting) await showStarting(text);
+  $("starting").hidden = true;
 }
 
 function askKey(text = "") {

@@ -1,5 +1,5 @@
 // The editor of masks: paint over the input image what is to be drawn anew.
-import { canvasOf } from "./pictures.js";
+import { canvasOf, tinted } from "./pictures.js";
 import { $, announce, openDialog, remember, remembered } from "./ui.js";
 
 const DEEPEST = 40;
@@ -77,8 +77,7 @@ function showCursor() {
 
 function choose(name) {
   tool = name;
-  $("mask-brush").ariaPressed = String(name === "brush");
-  $("mask-eraser").ariaPressed = String(name === "eraser");
+  for (const one of ["brush", "eraser"]) $(`mask-${one}`).ariaPressed = String(one === name);
 }
 
 const state = () => context().getImageData(0, 0, canvas().width, canvas().height);
@@ -157,16 +156,7 @@ function place(event) {
 }
 
 /** White where it is painted, on nothing. */
-function result() {
-  if (!painted()) return null;
-  const mask = canvasOf(canvas().width, canvas().height);
-  const pen = mask.getContext("2d");
-  pen.drawImage(canvas(), 0, 0);
-  pen.globalCompositeOperation = "source-in";
-  pen.fillStyle = "white";
-  pen.fillRect(0, 0, mask.width, mask.height);
-  return mask;
-}
+const result = () => (painted() ? tinted(canvas(), "white") : null);
 
 function invert() {
   keep();
@@ -182,13 +172,8 @@ function clear() {
   showButtons();
 }
 
-function resize(by) {
-  $("mask-size").value = Number($("mask-size").value) + by;
-  zoom();
-}
-
-function zoomBy(by) {
-  $("mask-zoom").value = Number($("mask-zoom").value) + by;
+function change(name, by) {
+  $(`mask-${name}`).value = Number($(`mask-${name}`).value) + by;
   zoom();
 }
 
@@ -223,8 +208,8 @@ function onKey(event) {
   }
   if (inField) return;
   const act = {
-    b: () => choose("brush"), e: () => choose("eraser"), "[": () => resize(-1), "]": () => resize(1),
-    "+": () => zoomBy(0.5), "=": () => zoomBy(0.5), "-": () => zoomBy(-0.5), 0: () => { $("mask-zoom").value = 1; zoom(); },
+    b: () => choose("brush"), e: () => choose("eraser"), "[": () => change("size", -1), "]": () => change("size", 1),
+    "+": () => change("zoom", 0.5), "=": () => change("zoom", 0.5), "-": () => change("zoom", -0.5), 0: () => { $("mask-zoom").value = 1; zoom(); },
   }[event.key];
   if (act) { event.preventDefault(); act(); }
 }
@@ -293,7 +278,7 @@ export function prepareMask() {
   $("mask-scroll").addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
-    zoomBy(event.deltaY < 0 ? 0.25 : -0.25);
+    change("zoom", event.deltaY < 0 ? 0.25 : -0.25);
   }, { passive: false });
   $("mask-brush").addEventListener("click", () => choose("brush"));
   $("mask-eraser").addEventListener("click", () => choose("eraser"));

@@ -27,6 +27,17 @@ export function paint(canvas, bitmap) {
   canvas.getContext("2d").drawImage(bitmap, 0, 0);
 }
 
+/** What is painted on a canvas, in another colour. */
+export function tinted(painted, colour) {
+  const canvas = canvasOf(painted.width, painted.height);
+  const context = canvas.getContext("2d");
+  context.drawImage(painted, 0, 0);
+  context.globalCompositeOperation = "source-in";
+  context.fillStyle = colour;
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  return canvas;
+}
+
 /** The image cut and scaled to fill width x height. */
 export async function fitted(blob, width, height) {
   const bitmap = await createImageBitmap(blob);

@@ -68,19 +68,20 @@ const OVER = new Set(["done", "failed", "cancelled"]);
 /**
  * One job. status is "sending", "waiting" (with `why`: "gone", "key", "full" or "later", and `retryAt`) or one of the server's.
  * Tells of "accepted" (the server's `hints` are there), "change" (its status), "progress" (an image is further, detail: index), "image" (one is done, detail: index
- * and blob), "refused" (not accepted, detail: the error) and "over".
+ * and blob), "kept" (one is in the gallery since before, detail: index), "refused" (not accepted, detail: the error) and "over".
+ * `first`: where the images of the server's job begin, after it forgot the one before; `had`: the images that were done then.
  */
 export class Task extends EventTarget {
-  constructor(settings, inputs = {}, { once = newId(), id = null, created = Date.now(), sheet = null } = {}) {
+  constructor(settings, inputs = {}, { once = newId(), id = null, created = Date.now(), sheet = null, first = 0, seeds = [], had = [] } = {}) {
     super();
-    Object.assign(this, { settings, inputs, once, id, created, sheet });
+    Object.assign(this, { settings, inputs, once, id, created, sheet, first, had });
     this.status = id ? "queued" : "sending";
     this.ahead = 0;
     this.secondsLeft = null;
     this.waitsFor = "";
     this.message = "";
     this.images = Array.from({ length: settings.n ?? 1 }, (_, index) => ({
-      index, step: 0, steps: settings.steps ?? 0, preview: null, done: false, seed: settings.seed ?? null,
+      index, step: 0, steps: settings.steps ?? 0, preview: null, done: index < first, seed: seeds[index] ?? settings.seed ?? null,
     }));
     this.stopping = new AbortController();
   }
@@ -89,6 +90,7 @@ export class Task extends EventTarget {
 
   async run(body) {
     await this.#keep();
+    this.#skip(this.first);
     while (!this.over) {
       try {
         if (!this.id) await this.#submit(await body());
@@ -114,7 +116,9 @@ export class Task extends EventTarget {
 
   async #submit(body) {
     this.#become("sending");
-    const job = await submitJob(body, this.once);
+    const { seed } = this.images[this.first];
+    const rest = seed === null ? {} : { seed, n: this.images.length - this.first };
+    const job = await submitJob({ ...body, ...rest }, this.once);
     if (this.over) {  // cancelled on the way
       await cancelJob(job.id).catch(() => {});
       return;
@@ -153,12 +157,13 @@ export class Task extends EventTarget {
   }
 
   #progress(name, data) {
-    const image = this.images[data.index];
+    const index = this.first + data.index;
+    const image = this.images[index];
     image.step = data.step;
     image.steps = data.steps;
     if (name === "preview") image.preview = data.image;
     else if (data.seconds_left !== null) this.secondsLeft = data.seconds_left;
-    this.#tell("progress", { index: data.index });
+    this.#tell("progress", { index });
   }
 
   async #take(job) {
@@ -167,19 +172,31 @@ export class Task extends EventTarget {
     this.waitsFor = job.waits_for ?? "";
     this.message = job.error?.message ?? "";
     for (const image of job.images) {
-      Object.assign(this.images[image.index] ?? {}, { step: image.step, steps: image.steps, seed: image.seed });
+      Object.assign(this.images[this.first + image.index] ?? {}, { step: image.step, steps: image.steps, seed: image.seed });
       if (image.url) await this.#fetch(image);
     }
     if (!this.over) this.#become(job.status);
   }
 
   async #fetch(data) {
-    const image = this.images[data.index];
+    const index = this.first + data.index;
+    const image = this.images[index];
     if (image.done) return;
     const blob = await getBlob(data.url);
     if (image.done) return;
+    this.again = false;
     Object.assign(image, { done: true, seed: data.seed, width: data.width, height: data.height, file: data.file });
-    this.#tell("image", { index: data.index, blob });
+    this.#tell("image", { index, blob });
+    await this.#keep();
+  }
+
+  /** The images before this one are in the gallery. */
+  #skip(first) {
+    this.first = first;
+    for (const image of this.images.slice(0, first)) {
+      image.done = true;
+      this.#tell("kept", { index: image.index });
+    }
   }
 
   async #recover(error) {
@@ -202,6 +219,9 @@ export class Task extends EventTarget {
     if (error.status === 404 && this.id && !this.again) {  // the server began anew: ask once more
       this.again = true;
       this.id = null;
+      const missing = this.images.findIndex(({ done, index }) => !done && !this.had[index]);
+      if (missing < 0) return this.#become("done");
+      this.#skip(missing);
       await unfinished.delete(this.once).catch(() => {});
       this.once = newId();
       return this.#keep();
@@ -231,8 +251,9 @@ export class Task extends EventTarget {
 
   async #keep() {
     if (this.sheet) return;
-    const { once, id, created, settings, inputs } = this;
-    await unfinished.put({ once, id, created, settings, inputs }).catch(() => {});
+    const { once, id, created, settings, inputs, first, had, images } = this;
+    const [seeds, done] = [images.map(({ seed }) => seed), images.map((image, i) => image.done || Boolean(had[i]))];
+    await unfinished.put({ once, id, created, settings, inputs, first, seeds, had: done }).catch(() => {});
   }
 }
 

@@ -1,0 +1,162 @@
+"""What a call adds to its programs: each brings its programs and its conditions, and knows what it does to the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from canvax.compile.kinds import Addition, ProgramSpec, Site, reference_encoder
+from canvax.models.controlled import Controlled, encode_control
+from canvax.models.decode import encode_images
+from canvax.models.denoiser import REFERENCES, Denoiser, Reusing, Shapes
+from canvax.models.networks import Networks
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS
+
+
+@dataclass(frozen=True)
+class DeepFeatures(Addition):
+    """Deep features that some rows reuse.
+
+    Attributes:
+        layers: of ``canvax.models.denoiser.Reusing``.
+    """
+
+    layers: int
+
+    def around(self, denoiser: Denoiser, networks: Networks) -> Denoiser:
+        reusable: Any = denoiser
+        return Reusing(reusable, self.layers)
+
+
+@dataclass(frozen=True)
+class Keeps(Addition):
+    """Parts of images that are kept (``canvax.denoise.Known``)."""
+
+
+@dataclass(frozen=True)
+class ReadsImage(Addition):
+    """Images to begin from, of the size that is generated.
+
+    Attributes:
+        way: "whole" or "tiled".
+    """
+
+    way: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("image encoder",)
+
+    def programs(self, site: Site) -> dict[str, ProgramSpec]:
+        read = partial(encode_images, cfg=site.networks.vae, **({"tiled": True} if self.way == "tiled" else {}))
+        return {"image encoder": site.reader("image encoder", read, "vae", *site.size.values(), 3, **site.size)}
+
+
+@dataclass(frozen=True)
+class ReadsReferences(Addition):
+    """Reference images.
+
+    Attributes:
+        sizes: height and width of each in pixels.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(reference_encoder, self.sizes)))
+
+    def programs(self, site: Site) -> dict[str, ProgramSpec]:
+        read = partial(encode_images, cfg=site.networks.vae)
+        return {
+            reference_encoder((height, width)): site.reader(
+                "image encoder", read, "vae", height, width, 3, height=height, width=width
+            )
+            for height, width in self.sizes
+        }
+
+    def conditions(self, site: Site) -> Shapes:
+        return {REFERENCES: site.networks.references(site.latents[0], self.sizes)}
+
+
+@dataclass(frozen=True)
+class ReadsControls(Addition):
+    """Control images.
+
+    Attributes:
+        networks: those of ``Networks.controls`` that read one.
+    """
+
+    networks: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.networks
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return self.networks
+
+    def around(self, denoiser: Denoiser, networks: Networks) -> Denoiser:
+        extensible: Any = denoiser
+        return Controlled(extensible, tuple((name, net) for name, net in networks.controls if name in self.networks))
+
+    def programs(self, site: Site) -> dict[str, ProgramSpec]:
+        return {
+            name: site.reader(
+                "control encoder", partial(encode_control, net=net), name, *site.size.values(), 3, **site.size
+            )
+            for name, net in site.networks.controls
+            if name in self.networks
+        }
+
+
+class PromptKind(NamedTuple):
+    """What decides the programs of the image prompts that one adapter reads.
+
+    Attributes:
+        component: of the adapter.
+        images: of them, for each image of the batch.
+        masked: whether one has a mask.
+        reads: shape of what the adapter reads of an image.
+    """
+
+    component: str
+    images: int
+    masked: bool
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReadsImagePrompts(Addition):
+    """Image prompts.
+
+    Attributes:
+        kinds: for each adapter that reads some.
+        sees: whether CLIP's image encoder is needed for them.
+    """
+
+    kinds: tuple[PromptKind, ...]
+    sees: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *(kind.component for kind in self.kinds), *[IMAGE_ENCODER] * self.sees
+
+    def programs(self, site: Site) -> dict[str, ProgramSpec]:
+        from canvax.models.ip_adapter import encode_image_prompt, read_image_prompt  # which most calls never need
+
+        name, nets, programs = "image prompt encoder", dict(site.networks.ip_adapters), {}
+        for kind in self.kinds:
+            read = partial(read_image_prompt, net=nets[kind.component])
+            programs[kind.component] = site.reader(name, read, kind.component, *kind.reads)
+        if self.sees:
+            net = site.networks.image_encoder
+            assert net is not None
+            see, side = partial(encode_image_prompt, net=net), net.cfg.image_size
+            programs[IMAGE_ENCODER] = site.reader(name, see, IMAGE_ENCODER, side, side, 3)
+        return programs
+
+    def conditions(self, site: Site) -> Shapes:
+        return {IMAGE_PROMPTS: site.networks.image_prompts(self.kinds, site.loop, site.dtypes.__getitem__)}

@@ -1,0 +1,824 @@
+"""Small random checkpoints of the transformer families, in both libraries and in the files that people download.
+
+A record of ``RECORDS`` says how a model is made and what is its own; the tests of ``test_families_*`` go over them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import diffusers.modular_pipelines as modular
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+import torch
+import transformers
+from PIL import Image
+
+import canvax
+from benchmarks.lab.layouts import CHAT_TEMPLATE
+from canvax.families.krea2 import NAMES as KREA2_NAMES
+from canvax.models.dit import pack
+from canvax.models.krea2 import DROPPED, TEMPLATE
+from canvax.models.qwen_image import DROPPED as QWEN_DROPPED
+from canvax.models.qwen_image import SYSTEM as QWEN_SYSTEM
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
+from canvax.weights.rules import Names
+from canvax.weights.safetensors import ArrayToSave
+from canvax.weights.wan_vae import wan_vae_rules
+from tests.support.ldm_files import ldm_vae
+
+from .reference import nchw, randomise
+
+Arrays = dict[str, np.ndarray]
+Factors = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Of some layers the change of the weight, as (up, down)."""
+
+PROMPTS = ["a fox", "a lighthouse on a cliff above the sea, in the evening, painted with oil on canvas"]
+LONG = "a lighthouse on a cliff above the sea, in the evening, painted with oil on canvas. " * 2
+SEEDS = [11, 12]
+HEIGHT, WIDTH = 48, 80
+QUIET = canvax.Options(progress=False)
+
+
+def tokenizer() -> Any:
+    """A byte is a token, but for two merges."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "Ġa", "se"])}
+    made = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[("Ġ", "a"), ("s", "e")])
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def picture(height: int = HEIGHT, width: int = WIDTH, phase: float = 0.0) -> Image.Image:
+    """An image in which every place differs from its neighbours."""
+    y, x = np.mgrid[:height, :width]
+    waves = [np.sin(x / 7 + phase), np.cos(y / 5 - phase), np.sin((x + 2 * y) / 11)]
+    return Image.fromarray(np.uint8(127.5 + 127.5 * np.stack(waves, axis=-1)))
+
+
+def half_mask(columns: int) -> Image.Image:
+    """A mask of all columns from this one on."""
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[:, columns:] = 255
+    return Image.fromarray(mask)
+
+
+ONE, TWO = [picture(165, 215)], [picture(165, 215), picture(200, 130, 2.0)]
+"""References of sizes that are no multiples."""
+
+
+def _four_blocks(groups: int) -> dict[str, Any]:
+    return {
+        "block_out_channels": (2 * groups, 2 * groups, 4 * groups, 4 * groups), "layers_per_block": 1,
+        "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "norm_num_groups": groups,
+    }  # fmt: skip
+
+
+def _flux2_vae(groups: int, channels: int) -> Any:
+    vae: Any = randomise(diffusers.AutoencoderKLFlux2(**_four_blocks(groups), latent_channels=channels), 2)
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        vae.bn.running_mean.copy_(0.3 * torch.randn(vae.bn.running_mean.shape, generator=random))
+        vae.bn.running_var.copy_(0.5 + torch.rand(vae.bn.running_var.shape, generator=random))
+    return vae
+
+
+def _qwen3(kind: Any, words: Any, width: int, layers: int, heads: int, theta: float, **more: Any) -> Any:
+    config = transformers.Qwen3Config(
+        vocab_size=len(words) + 3, hidden_size=width, intermediate_size=3 * width // 2, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": theta}, **more,
+    )  # fmt: skip
+    return randomise(kind(config), 1)
+
+
+def _qwen3_vl(kind: Any, words: Any, width: int, layers: int, heads: int) -> Any:
+    lm = {"vocab_size": len(words) + 3, "hidden_size": width, "intermediate_size": 3 * width // 2,
+          "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 8,
+          "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}}  # fmt: skip
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+    return randomise(kind(transformers.Qwen3VLConfig(text_config=lm, vision_config=eyes)), 1)
+
+
+def build_z_image(folder: Path, *, shift: float = 3.0, released: bool = False) -> Path:
+    """Write a checkpoint by diffusers itself. With ``released`` it has what no array of the released models tells."""
+    words = tokenizer()
+    transformer: Any = randomise(
+        diffusers.ZImageTransformer2DModel(
+            dim=64, n_layers=2, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=32,
+            axes_dims=[4, 6, 6] if released else [8, 4, 4], axes_lens=[1024, 32, 32],
+        )
+    )  # fmt: skip
+    text = _qwen3(transformers.Qwen3Model, words, 32, 3, 4, 1e6 if released else 1e4)
+    vae = randomise(
+        diffusers.AutoencoderKL(
+            **_four_blocks(32 if released else 8), latent_channels=16, scaling_factor=0.3611, shift_factor=0.1159,
+            use_quant_conv=False, use_post_quant_conv=False,
+        ),
+        2,
+    )  # fmt: skip
+    with torch.no_grad():
+        transformer.cap_embedder[1].weight.mul_(5)  # text must matter
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    diffusers.ZImagePipeline(scheduler, vae, text, words, transformer).save_pretrained(folder)
+    return folder
+
+
+def build_flux2(
+    folder: Path, *, distilled: bool = True, layers: int = 28, released: bool = False, **changes: Any
+) -> Path:
+    """Likewise; ``changes`` are of the transformer."""
+    words = tokenizer()
+    words.pad_token = "Z"  # whose features matter
+    text = _qwen3(
+        transformers.Qwen3ForCausalLM, words, 16, layers, 2, 1e6 if released else 1e4, tie_word_embeddings=True
+    )
+    sizes = {"in_channels": 16, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16,
+             "num_attention_heads": 2, "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4),
+             "guidance_embeds": False}  # fmt: skip
+    transformer: Any = randomise(diffusers.Flux2Transformer2DModel(**{**sizes, **changes}))
+    vae = _flux2_vae(32 if released else 4, transformer.config.in_channels // 4)
+    with torch.no_grad():
+        # Text and references must matter: attention is far from even, and the velocity large.
+        transformer.context_embedder.weight.mul_(2)
+        transformer.proj_out.weight.mul_(2)
+        for name, weight in transformer.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
+                weight.mul_(4)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, shift=3.0
+    )
+    pipe = diffusers.Flux2KleinPipeline(scheduler, vae, text, words, transformer, is_distilled=distilled)
+    pipe.save_pretrained(folder)
+    return folder
+
+
+FLUX3_SIZES: dict[str, Any] = {
+    "in_channels": 16, "cond_in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+    "num_attention_heads": 3, "joint_attention_dim": 96, "axes_dims_rope": (4, 4, 4, 4), "timestep_channels": 32,
+}  # fmt: skip
+
+
+def flux3_network(flow_map: bool, **changes: Any) -> Any:
+    """The transformer of a checkpoint, whose attention is far from even."""
+    module: Any = randomise(diffusers.Flux3Transformer2DModel(**FLUX3_SIZES | changes, flow_map=flow_map), 3)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith("norm_q.weight"):
+                weight.mul_(4)
+    return module
+
+
+_FLUX3_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_flux3(folder: Path, *, distilled: bool, released: bool = False) -> Path:
+    """Likewise."""
+    words = tokenizer()
+    words.pad_token, words.chat_template = "Z", _FLUX3_TEMPLATE  # a token whose features matter
+    text = _qwen3_vl(transformers.Qwen3VLForConditionalGeneration, words, 16, 9, 2)
+    transformer = flux3_network(distilled, joint_attention_dim=128)
+    pipe = _flux3_pipeline(distilled)
+    pipe.update_components(text_encoder=text, vae=_flux2_vae(32 if released else 4, 4), transformer=transformer)
+    pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+    words.save_pretrained(folder / "tokenizer")
+    index = json.loads((folder / "modular_model_index.json").read_text())
+    hint = {"pretrained_model_name_or_path": str(folder), "revision": None, "subfolder": "tokenizer", "variant": None}
+    index["tokenizer"] = [None, None, hint | {"type_hint": ["transformers", "AutoProcessor"]}]
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _flux3_pipeline(distilled: bool) -> Any:
+    blocks = modular.Flux3DistilledAutoBlocks() if distilled else modular.Flux3AutoBlocks()
+    blocks.sub_blocks.pop("prompt_upsampler")
+    return blocks.init_pipeline()
+
+
+def build_krea2(folder: Path, *, released: bool = False, **index: Any) -> Path:
+    """Likewise; ``index`` are arguments of the pipeline."""
+    words = tokenizer()
+    pieces = re.findall(r"<\|\w+\|>| ?\w+|\n|[,:]", TEMPLATE.partition("{}")[0])
+    assert len(pieces) == DROPPED  # as of the released tokenizer
+    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
+    text = _qwen3_vl(transformers.Qwen3VLModel, words, 32, 36 if released else 6, 4)
+    transformer: Any = randomise(
+        diffusers.Krea2Transformer2DModel(
+            in_channels=64 if released else 16, num_layers=2, attention_head_dim=16, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=96, text_hidden_dim=32, num_text_layers=12 if released else 3,
+            text_num_attention_heads=4, text_num_key_value_heads=2, text_intermediate_size=48,
+            num_layerwise_text_blocks=1, num_refiner_text_blocks=2, axes_dims_rope=(4, 6, 6) if released else (8, 4, 4),
+        ),
+    )  # fmt: skip
+    sizes: dict[str, Any] = {"z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7],
+                             "latents_std": [2.0, 1.5, 0.7, 1.1]}  # fmt: skip
+    vae = randomise(
+        diffusers.AutoencoderKLQwenImage(
+            base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else sizes)
+        ),
+        2,
+    )
+    with torch.no_grad():
+        transformer.txt_in.linear_2.weight.mul_(5)  # text must matter
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=10, max_image_seq_len=64
+    )
+    usual: dict[str, Any] = {} if released else {"text_encoder_select_layers": (1, 3, 5)}
+    diffusers.Krea2Pipeline(scheduler, vae, text, words, transformer, **usual | index).save_pretrained(folder)
+    return folder
+
+
+QWEN_SIZES: dict[str, Any] = {
+    "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 3,
+    "context_in_dim": 32, "axes_dims_rope": (4, 6, 6),
+}  # fmt: skip
+TURBO_TIMES = [1.0, 0.93, 0.7, 0.36]
+
+
+def qwen_network(**changes: Any) -> Any:
+    """The transformer of a checkpoint, whose attention is far from even."""
+    module: Any = randomise(diffusers.QwenImage21Transformer2DModel(**QWEN_SIZES | changes), 3)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith("norm_q.weight"):
+                weight.mul_(4)
+    return module
+
+
+class _QwenProcessor:
+    """What Qwen-Image-2.1's pipeline asks of the released processor, without the libraries for videos."""
+
+    def __init__(self, words: Any) -> None:
+        self.tokenizer = words
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> list[list[int]]:
+        (message,) = messages
+        return [self.tokenizer(f"<|im_start|>system\n{message['content'][0]['text']}<|im_end|>\n").input_ids]
+
+    def __call__(self, text: list[str], **keywords: Any) -> Any:
+        return self.tokenizer(text, **keywords)
+
+
+def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
+    """Likewise, without the processor of images; ``index`` are further fields of it."""
+    words = tokenizer()
+    pieces = re.findall(r"<\|\w+\|>|Comp|re(?=h)|hend| ?\w+|\n|[.]", QWEN_SYSTEM)
+    assert len(pieces) == QWEN_DROPPED  # as of the released tokenizer
+    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
+    parts: dict[str, Any] = {
+        "transformer": qwen_network(),
+        "text_encoder": _qwen3_vl(transformers.Qwen3VLForConditionalGeneration, words, 32, 3, 4),
+        "vae": randomise(
+            diffusers.AutoencoderKLQwenImage21(
+                base_dim=4, decoder_base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 4, 4], num_res_blocks=1,
+                latents_mean=[0.1 * i - 0.7 for i in range(16)], latents_std=[1 + 0.1 * i for i in range(16)],
+            ),
+            2,
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=10, max_image_seq_len=64
+        ),
+    }  # fmt: skip
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    words.save_pretrained(folder / "processor")
+    classes = {name: ["diffusers", type(part).__name__] for name, part in parts.items()}
+    classes["text_encoder"][0], classes["processor"] = "transformers", ["transformers", "Qwen3VLProcessor"]
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImage21Pipeline", **classes, **index}))
+    return folder
+
+
+def packed(latents: np.ndarray) -> torch.Tensor:
+    """Latents as Krea 2's pipeline takes them."""
+    tokens = pack(jnp.asarray(latents, jnp.float32), channels_first=True)
+    return torch.from_numpy(np.array(tokens.reshape(len(latents), -1, tokens.shape[-1])))
+
+
+class _Processor:
+    """What FLUX.3's pipeline asks of the released processor, without the libraries for videos."""
+
+    def __init__(self, words: Any) -> None:
+        self.tokenizer, self.apply_chat_template = words, words.apply_chat_template
+
+
+def _by_class(name: str) -> Callable[[Path], Any]:
+    return lambda folder: getattr(diffusers, name).from_pretrained(folder)
+
+
+def _open_flux3(folder: Path) -> Any:
+    words = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    index = json.loads((folder / "modular_model_index.json").read_text())
+    pipe = _flux3_pipeline("Distilled" in str(index))
+    kinds = {"text_encoder": transformers.Qwen3VLForConditionalGeneration, "vae": diffusers.AutoencoderKLFlux2,
+             "transformer": diffusers.Flux3Transformer2DModel}  # fmt: skip
+    parts = {name: kind.from_pretrained(folder / name).eval() for name, kind in kinds.items()}
+    pipe.update_components(**parts, tokenizer=_Processor(words))
+    return pipe
+
+
+def _open_qwen(folder: Path) -> Any:
+    processor = _QwenProcessor(transformers.AutoTokenizer.from_pretrained(folder / "processor"))
+    return diffusers.QwenImage21Pipeline.from_pretrained(folder, processor=processor)
+
+
+def _at_once(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    lists = {name: [*value] if isinstance(value, list) else value for name, value in keywords.items()}
+    return pipe(prompt=[*prompts], latents=latents, **lists).images  # which writes into lists that it is given
+
+
+def _one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """One image at a time: the reference takes one prompt."""
+    guidance, negatives = keywords.pop("guidance_scale", None), keywords.pop("negative_prompt", None)
+    if guidance is not None:
+        pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=guidance))
+    images = []
+    for i, prompt in enumerate(prompts):
+        more = {} if negatives is None else {"negative_prompt": negatives[i]}
+        more["text_encoder_out_layers"] = tuple(range(1, 9))
+        images.append(pipe(prompt=prompt, latents=latents[i : i + 1], **more, **keywords).images[0])
+    return np.stack(images)
+
+
+def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """One image at a time: in the reference the padding of a shorter prompt moves its image."""
+    scale, negatives, images = keywords.pop("guidance_scale", 1.0), keywords.pop("negative_prompt", None), []
+    for i, prompt in enumerate(prompts):
+        more = {} if negatives is None else {"negative_prompt": negatives[i], "true_cfg_scale": scale}
+        images.append(pipe(prompt, latents=latents[i : i + 1], **more, **keywords).images[0])
+    return np.stack(images)
+
+
+def _swapped(array: np.ndarray) -> np.ndarray:
+    return np.roll(array, len(array) // 2, axis=0)
+
+
+def _renamed(arrays: Arrays, spelled: Mapping[str, str]) -> Arrays:
+    for ours, theirs in spelled.items():
+        arrays = {name.replace(ours, theirs): array for name, array in arrays.items()}
+    return arrays
+
+
+def _stacked(found: Arrays, last: str, parts: Sequence[str], stack: str) -> None:
+    """Put the parts of each stack into one array; ``last`` is the end of the name of the first part."""
+    for name in [name for name in found if name.endswith(last)]:
+        stem = name.removesuffix(last)
+        found[f"{stem}{stack}"] = np.concatenate([found.pop(f"{stem}{part}") for part in parts])
+
+
+def z_image_original(found: Arrays) -> Arrays:
+    """Arrays of the transformer under the names of its authors and of ComfyUI."""
+    parts = [f"to_{part}.weight" for part in "qkv"]
+    _stacked(found, parts[0], parts, "qkv.weight")
+    return _renamed(found, {
+        "to_out.0": "out", "norm_q": "q_norm", "norm_k": "k_norm", "all_x_embedder.2-1": "x_embedder",
+        "all_final_layer.2-1": "final_layer",
+    })  # fmt: skip
+
+
+def flux2_original(found: Arrays) -> Arrays:
+    """Likewise."""
+    found["norm_out.linear.weight"] = _swapped(found["norm_out.linear.weight"])
+    for stream, names in (("img", "to_{}"), ("txt", "add_{}_proj")):
+        parts = [f"attn.{names.format(part)}.weight" for part in "qkv"]
+        _stacked(found, parts[0], parts, f"{stream}_attn.qkv.weight")
+    found = _renamed(found, {
+        "single_transformer_blocks.": "single_blocks.", "transformer_blocks.": "double_blocks.",
+        "attn.to_qkv_mlp_proj": "linear1", "attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj",
+        "attn.to_out": "linear2", "ff.linear_in": "img_mlp.0", "ff.linear_out": "img_mlp.2",
+        "ff_context.linear_in": "txt_mlp.0", "ff_context.linear_out": "txt_mlp.2",
+        "attn.norm_added_q.weight": "txt_attn.norm.query_norm.scale",
+        "attn.norm_added_k.weight": "txt_attn.norm.key_norm.scale", "modulation_img.linear": "modulation_img.lin",
+        "modulation_txt.linear": "modulation_txt.lin", "stream_modulation.linear": "stream_modulation.lin",
+        "norm_out.linear": "final_layer.adaLN_modulation.1", "x_embedder": "img_in", "context_embedder": "txt_in",
+        "proj_out": "final_layer.linear", "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
+        "time_guidance_embed.timestep_embedder.linear_2": "time_in.out_layer",
+    })  # fmt: skip
+    for part in ("query", "key"):
+        ours = f"attn.norm_{part[0]}.weight"
+        found = {
+            name.replace(ours, f"{'norm' if 'single' in name else 'img_attn.norm'}.{part}_norm.scale"): array
+            for name, array in found.items()
+        }
+    return found
+
+
+def flux3_original(found: Arrays) -> Arrays:
+    """Likewise, by a table that is the test's."""
+    named = {}
+    for name, array in found.items():
+        array = _swapped(array) if name == "norm_out.linear.weight" else array
+        name = f"content_{name}" if name.startswith("mode_blocks.") else name
+        named[name.replace(".linear.", ".lin.") if "modulations" in name else name] = array
+    return _renamed(named, {
+        "single_transformer_blocks.": "single_blocks.", "x_embedders.": "emb_in.", "context_embedder.": "txt_in.",
+        "attn.to_q.": "q_proj.", "attn.to_k.": "k_proj.", "attn.to_v.": "v_proj.", "attn.to_out.0.": "attn_out.",
+        "attn.norm_q.weight": "norm.query_norm.scale", "attn.norm_k.weight": "norm.key_norm.scale",
+        "ff.linear_in.": "mlp_in.", "ff.linear_out.": "mlp_out.", "target_timestep_embedder.": "ref_time_in.",
+        "timestep_embedder.": "time_in.", "_in.linear_1.": "_in.in_layer.", "_in.linear_2.": "_in.out_layer.",
+        "proj_out.": "final_layer.image.linear.", "norm_out.linear.": "final_layer.image.adaLN_modulation.1.",
+    })  # fmt: skip
+
+
+WAN_PLACES = [f"decoder.upsamples.{i}.resample.1.weight" for i in (3, 7, 11)] + [
+    "decoder.upsamples.14.residual.0.gamma"
+]
+"""Layers of Krea 2's decoder that tell how many blocks are between them."""
+
+
+def by_rules(found: Arrays, names: Names) -> Arrays:
+    """Arrays under the names that rules give; tables of a block are one row."""
+    outgoing = [ArrayToSave(name, array.shape, array.dtype, lambda array=array: array) for name, array in found.items()]
+    named = {array.name: array.get() for array in names.to_external(outgoing)}
+    return {name: array.reshape(-1) if name.endswith("mod.lin") else array for name, array in named.items()}
+
+
+def krea2_original(found: Arrays) -> Arrays:
+    """Likewise; diffusers reads the names in a test."""
+    return by_rules(found, Names(KREA2_NAMES))
+
+
+def _ldm(found: Arrays) -> Arrays:
+    vae = ldm_vae({name: torch.from_numpy(array) for name, array in found.items()})
+    return {name: array.numpy() for name, array in vae.items()}
+
+
+def _flux2_ldm(found: Arrays) -> Arrays:
+    vae = _ldm(found)
+    for name in [name for name in vae if "quant_conv" in name]:
+        vae[f"{'decoder' if name.startswith('post') else 'encoder'}.{name}"] = vae.pop(name)
+    return vae
+
+
+def _with_prefix(found: Arrays) -> Arrays:
+    return {f"model.{name}": array for name, array in found.items()}
+
+
+def _factors(sizes: Mapping[str, tuple[int, int]], scale: float, *, shared: bool = False) -> Factors:
+    """Changes of rank 2 of layers of these sizes, (out, in); ``shared``: a stack has one down for all."""
+    rng = np.random.default_rng(3)
+    downs = {into: rng.standard_normal((2, into), np.float32) for _, into in sizes.values()} if shared else {}
+    return {
+        name: (
+            scale * rng.standard_normal((out, 2), np.float32),
+            downs[into] if shared else rng.standard_normal((2, into), np.float32),
+        )
+        for name, (out, into) in sizes.items()
+    }
+
+
+def z_image_factors() -> Factors:
+    """Of some layers as diffusers has them."""
+    sizes = {f"attention.{name}": (64, 64) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    sizes["feed_forward.w1"] = 170, 64
+    return _factors({f"layers.0.{name}": size for name, size in sizes.items()}, 0.2, shared=True)
+
+
+def flux2_factors() -> Factors:
+    """Likewise."""
+    attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
+    sizes = {f"attn.{name}": (32, 32) for name in attention}
+    sizes |= {"ff.linear_in": (192, 32), "ff_context.linear_out": (32, 96)}
+    layers = {f"transformer_blocks.0.{name}": size for name, size in sizes.items()}
+    layers |= {"single_transformer_blocks.1.attn.to_qkv_mlp_proj": (288, 32), "norm_out.linear": (64, 32)}
+    layers |= {"single_transformer_blocks.1.attn.to_out": (32, 128), "context_embedder": (32, 48)}
+    return _factors(layers, 0.2, shared=True)
+
+
+def flux3_factors() -> Factors:
+    """Likewise, of all modes."""
+    sizes = {f"single_transformer_blocks.1.attn.{name}": (48, 48) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    sizes |= {"mode_blocks.image.0.ff.linear_in": (288, 48), "mode_blocks.image_cond.1.attn.to_v": (48, 48)}
+    sizes |= {"txt_mode_blocks.0.ff.linear_out": (48, 144), "single_transformer_blocks.0.ff.linear_in": (288, 48)}
+    return _factors(sizes, 0.2)
+
+
+KREA2_LAYERS: dict[str, tuple[int, int]] = {
+    "blocks.0.attn.wq": (64, 64), "blocks.1.attn.wk": (32, 64), "blocks.0.attn.wo": (64, 64),
+    "blocks.1.attn.gate": (64, 64), "blocks.0.mlp.gate": (96, 64), "blocks.1.mlp.down": (64, 96),
+    "txtfusion.layerwise_blocks.0.attn.wv": (16, 32), "txtfusion.refiner_blocks.1.mlp.up": (48, 32),
+    "first": (64, 16), "tproj.1": (384, 64), "txtmlp.3": (64, 64), "last.linear": (16, 64),
+}  # fmt: skip
+"""Some layers as the authors call them, (out, in)."""
+
+
+def qwen_factors() -> Factors:
+    """Likewise."""
+    sizes = {f"transformer_blocks.1.attn.{name}": (48, 48) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    sizes |= {f"transformer_blocks.0.img_mlp.{name}": (144, 48) for name in ("gate_layer", "proj")}
+    sizes |= {"transformer_blocks.2.img_mlp.out": (48, 144), "modulation.1": (192, 48), "txt_in.in_layer": (48, 32)}
+    return _factors(sizes, 0.1)
+
+
+def _krea2_names() -> dict[str, str]:
+    """What diffusers calls them, by its own conversion."""
+    convert = diffusers.loaders.lora_conversion_utils._convert_non_diffusers_krea2_lora_to_diffusers
+    theirs = convert({f"diffusion_model.{name}.lora_A.weight": name for name in KREA2_LAYERS})
+    return {name: key.split(".", 1)[1].removesuffix(".lora_A.weight") for key, name in theirs.items()}
+
+
+def krea2_factors() -> Factors:
+    """Of some layers as diffusers has them."""
+    names = _krea2_names()
+    return {names[name]: pair for name, pair in _factors(KREA2_LAYERS, 0.1).items()}
+
+
+def _z_image_authors(factors: Factors) -> Factors:
+    factors = dict(factors)
+    qkv = [factors.pop(f"layers.0.attention.to_{part}") for part in "qkv"]
+    factors["layers.0.attention.qkv"] = np.concatenate([up for up, _ in qkv]), qkv[0][1]
+    factors["layers.0.attention.out"] = factors.pop("layers.0.attention.to_out.0")
+    return factors
+
+
+_FLUX2_AUTHORS = {
+    "transformer_blocks.0.attn.to_out.0": "double_blocks.0.img_attn.proj",
+    "transformer_blocks.0.ff.linear_in": "double_blocks.0.img_mlp.0",
+    "transformer_blocks.0.ff_context.linear_out": "double_blocks.0.txt_mlp.2",
+    "single_transformer_blocks.1.attn.to_qkv_mlp_proj": "single_blocks.1.linear1",
+    "single_transformer_blocks.1.attn.to_out": "single_blocks.1.linear2",
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+    "context_embedder": "txt_in",
+}
+
+
+def _flux2_authors(factors: Factors) -> Factors:
+    factors = dict(factors)
+    for stream, names in (("img", ("to_q", "to_k", "to_v")), ("txt", ("add_q_proj", "add_k_proj", "add_v_proj"))):
+        parts = [factors.pop(f"transformer_blocks.0.attn.{name}") for name in names]
+        factors[f"double_blocks.0.{stream}_attn.qkv"] = np.concatenate([up for up, _ in parts]), parts[0][1]
+    factors = {_FLUX2_AUTHORS.get(name, name): pair for name, pair in factors.items()}
+    up, down = factors["final_layer.adaLN_modulation.1"]
+    return factors | {"final_layer.adaLN_modulation.1": (_swapped(up), down)}
+
+
+def _flux3_authors(factors: Factors) -> Factors:
+    spelled = {
+        "single_transformer_blocks": "single_blocks", "mode_blocks.image": "content_mode_blocks.image",
+        "attn.to_out.0": "attn_out", "attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj",
+        "ff.linear_in": "mlp_in", "ff.linear_out": "mlp_out",
+    }  # fmt: skip
+    for ours, theirs in spelled.items():
+        factors = {name.replace(ours, theirs): pair for name, pair in factors.items()}
+    return factors
+
+
+def _krea2_authors(factors: Factors) -> Factors:
+    names = {theirs: ours for ours, theirs in _krea2_names().items()}
+    return {names[name]: pair for name, pair in factors.items()}
+
+
+def write_factors(path: Path, spelling: str, factors: Factors) -> Path:
+    """Write a LoRA as PEFT does for diffusers, as kohya's scripts do, or as trainers for ComfyUI do."""
+    arrays = {}
+    for name, (up, down) in factors.items():
+        flat = "lora_unet_" + name.replace(".", "_")
+        names = {
+            "peft": (f"transformer.{name}.lora_A.weight", f"transformer.{name}.lora_B.weight"),
+            "comfy": (f"diffusion_model.{name}.lora_A.weight", f"diffusion_model.{name}.lora_B.weight"),
+            "kohya": (f"{flat}.lora_down.weight", f"{flat}.lora_up.weight"),
+        }[spelling]
+        arrays |= dict(zip(names, (down, up), strict=True))
+    return write(path, arrays)
+
+
+def write(path: Path, arrays: Arrays) -> Path:
+    """Write a safetensors file, and the folders that it is in."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    safetensors.numpy.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    return path
+
+
+def arrays_of(folder: Path, component: str) -> Arrays:
+    """The arrays of a component of a checkpoint."""
+    (path,) = (folder / component).glob("*.safetensors")
+    return safetensors.numpy.load_file(path)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A family, and a model of it.
+
+    Attributes:
+        title: of the family, as ``info`` says it.
+        build: writes a checkpoint; with ``released`` it has what no array tells.
+        how: further arguments of ``build``.
+        open: opens a checkpoint in diffusers.
+        ask: asks its pipeline for images.
+        factor, channels: pixels of a latent, and numbers in it.
+        latents: noise as the pipeline takes it.
+        prompts, negatives: of the same number of tokens as few as possible.
+        steps, guidance: that are usual.
+        factors, authors: a LoRA under the names of diffusers, and under those of the authors.
+        original: arrays of the transformer under the names of the authors.
+        vae, text: those of the other parts in files.
+        files: names of the files of transformer, text encoder and autoencoder.
+        layer: a layer of the file of the transformer.
+        words: the folder of the tokenizer.
+    """
+
+    title: str
+    build: Callable[..., Path]
+    open: Callable[[Path], Any]
+    factor: int
+    channels: int
+    steps: tuple[int, float]
+    factors: Callable[[], Factors]
+    authors: Callable[[Factors], Factors]
+    original: Callable[[Arrays], Arrays]
+    vae: Callable[[Arrays], Arrays]
+    files: tuple[str, str, str]
+    layer: str
+    text: Callable[[Arrays], Arrays] = lambda found: found
+    how: Mapping[str, Any] = field(default_factory=dict)
+    ask: Callable[..., np.ndarray] = _at_once
+    latents: Callable[[np.ndarray], Any] = nchw
+    prompts: tuple[str, str] = (PROMPTS[0], PROMPTS[1])
+    negatives: tuple[str, str] = ("blurry", "")
+    distilled: bool = False
+    words: str = "tokenizer"
+
+
+def _flux2(**more: Any) -> Record:
+    return Record(
+        title="FLUX.2", build=build_flux2, open=_by_class("Flux2KleinPipeline"), factor=16, factors=flux2_factors,
+        authors=_flux2_authors, original=flux2_original, vae=_flux2_ldm, layer="single_blocks.0.linear1.weight",
+        files=("flux-2-klein-4b", "qwen_3_4b", "flux2-vae"), **more,
+    )  # fmt: skip
+
+
+def _flux3(**more: Any) -> Record:
+    return Record(
+        title="FLUX.3", build=build_flux3, open=_open_flux3, factor=16, channels=16, factors=flux3_factors,
+        authors=_flux3_authors, original=flux3_original, vae=_flux2_ldm, layer="single_blocks.1.q_proj.weight",
+        files=("flux-3-klein", "qwen3vl_4b_bf16", "flux2-vae"), ask=_one_by_one, prompts=(PROMPTS[0], LONG),
+        negatives=(LONG, ""), **more,
+    )  # fmt: skip
+
+
+def _krea2(**more: Any) -> Record:
+    return Record(
+        title="Krea 2", build=build_krea2, open=_by_class("Krea2Pipeline"), factor=8, channels=4, latents=packed,
+        factors=krea2_factors, authors=_krea2_authors, original=krea2_original, text=_with_prefix,
+        vae=lambda found: by_rules(found, Names(wan_vae_rules(WAN_PLACES))), layer="blocks.1.attn.gate.weight",
+        files=("krea2_turbo_bf16", "qwen3vl_4b_bf16", "qwen_image_vae"), **more,
+    )  # fmt: skip
+
+
+def _qwen(**more: Any) -> Record:
+    return Record(
+        title="Qwen-Image", build=build_qwen, open=_open_qwen, factor=16, channels=16, factors=qwen_factors,
+        authors=lambda factors: factors, original=lambda found: found, vae=lambda found: found,
+        latents=lambda noise: torch.from_numpy(np.ascontiguousarray(noise.reshape(len(noise), -1, 16))),
+        files=("qwen_image_2.1_bf16", "qwen3vl_8b_bf16", "qwen_image_2.1_vae"), ask=_qwen_one_by_one, words="processor",
+        layer="transformer_blocks.1.img_mlp.proj.weight", **more,
+    )  # fmt: skip
+
+
+RECORDS = {
+    "z-image": Record(
+        title="Z-Image", build=build_z_image, open=_by_class("ZImagePipeline"), factor=8, channels=16, steps=(8, 0.0),
+        factors=z_image_factors, authors=_z_image_authors, original=z_image_original, vae=_ldm, text=_with_prefix,
+        files=("z_image_turbo_bf16", "qwen_3_4b", "ae"), layer="layers.0.attention.qkv.weight", distilled=True,
+    ),
+    "flux2": _flux2(channels=16, steps=(4, 1.0), distilled=True),
+    "flux2-base": _flux2(
+        channels=24, steps=(50, 4.0),
+        how={
+            "distilled": False, "layers": 30, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 24,
+            "num_attention_heads": 3, "mlp_ratio": 2.5, "axes_dims_rope": (4, 6, 8, 6), "rope_theta": 500,
+            "in_channels": 24,
+        },
+    ),
+    "flux3": _flux3(steps=(16, 1.0), how={"distilled": True}, distilled=True),
+    "flux3-base": _flux3(steps=(50, 3.5), how={"distilled": False}),
+    "krea2": _krea2(steps=(28, 4.5)),
+    "krea2-turbo": _krea2(steps=(8, 0.0), how={"is_distilled": True}, distilled=True),
+    "qwen": _qwen(steps=(40, 1.0)),
+    "qwen-turbo": _qwen(steps=(4, 1.0), how={"sample_sigmas": TURBO_TIMES}, distilled=True),
+}  # fmt: skip
+
+
+class Model:
+    """A checkpoint in both libraries."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.record = name, RECORDS[name]
+        self.folder = self.record.build(folder, **self.record.how)
+        self.theirs = self.opened()
+        self.ours = self.loaded()
+
+    def opened(self) -> Any:
+        """The pipeline of diffusers, anew."""
+        pipe = self.record.open(self.folder)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def loaded(self, folder: Path | None = None, **changes: Any) -> canvax.Pipeline:
+        """The pipeline of canvax, anew: of this checkpoint on one device, but for ``changes``."""
+        return load(folder or self.folder, **changes)
+
+    def noise(self, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+        """The same for both."""
+        sides = height // self.record.factor, width // self.record.factor
+        return initial_noise(SEEDS, (*sides, self.record.channels))
+
+    def reference(
+        self, prompts: Sequence[str] | None = None, latents: np.ndarray | None = None, pipe: Any = None, **keywords: Any
+    ) -> Any:
+        """Images of diffusers [2, H, W, 3], of the size of the latents."""
+        latents = self.noise() if latents is None else latents
+        height, width = (self.record.factor * side for side in latents.shape[1:3])
+        usual = {"height": height, "width": width, "output_type": "np"}
+        with torch.no_grad():
+            prompts = self.record.prompts if prompts is None else prompts
+            return self.record.ask(pipe or self.theirs, prompts, self.record.latents(latents), usual | keywords)
+
+    def draw(self, pipe: canvax.Pipeline | None = None, **keywords: Any) -> canvax.Result:
+        """Images of canvax, in few steps."""
+        usual: dict[str, Any] = {"latents": self.noise(), "num_inference_steps": 2, "options": QUIET}
+        if keywords.get("image") is None:
+            usual |= {"height": HEIGHT, "width": WIDTH}
+        return (pipe or self.ours)(keywords.pop("prompt", [*self.record.prompts]), **usual | keywords)
+
+    def lora(self, path: Path, spelling: str, **stray: Any) -> Path:
+        """Write the adapter of the record, and ``stray`` layers."""
+        factors = self.record.factors()
+        factors = factors if spelling == "peft" else self.record.authors(factors)
+        return write_factors(path, spelling, {**factors, **stray})
+
+
+def over(*names: Any, slow: Sequence[str] = (), weekly: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Run a test for these models; the fixture ``model`` makes them. Those named again are ``slow`` or ``weekly``."""
+    marked = [*(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
+    marked += [pytest.param(name, marks=pytest.mark.weekly) for name in weekly]
+    return pytest.mark.parametrize("model", [*names, *marked], indirect=True)
+
+
+class Files:
+    """A checkpoint with what the released models have, and its parts as files that people download.
+
+    Attributes:
+        folder: the checkpoint as diffusers writes it.
+        files: ``model``, the transformer; ``text_encoder``, ``vae``; and ``tokenizer``, a folder.
+        wanted: the checkpoint in canvax.
+        sees: the text encoder has eyes, whose config no file of arrays tells.
+    """
+
+    def __init__(self, name: str, into: Path) -> None:
+        self.name, self.record = name, RECORDS[name]
+        self.sees = "vl" in self.record.files[1]
+        self.folder = self.record.build(into / "folder", **self.record.how, released=True)
+        found = {part: arrays_of(self.folder, part) for part in ("transformer", "text_encoder", "vae")}
+        shutil.copytree(self.folder / self.record.words, into / "words")
+        model, text, vae = (into / f"{name}.safetensors" for name in self.record.files)
+        self.files = {
+            "model": write(model, self.record.original(found["transformer"])),
+            "text_encoder": write(text, self.record.text(found["text_encoder"])),
+            "vae": write(vae, self.record.vae(found["vae"])),
+            "tokenizer": into / "words",
+        }
+        self.wanted = load(self.folder)
+
+    def arrays(self, part: str = "model") -> Arrays:
+        """The arrays of a file."""
+        return safetensors.numpy.load_file(self.files[part])
+
+    def load(self, model: Path | None = None, **changes: Any) -> canvax.Pipeline:
+        """Load a transformer with the other files, but for ``changes``; None leaves a part out."""
+        given = {name: part for name, part in {**self.files, **changes}.items() if name != "model" and part is not None}
+        return load(model or self.files["model"], **given)
+
+    def flags(self) -> list[str]:
+        """The flags of the other files."""
+        return [word for name, part in self.files.items() if name != "model"
+                for word in (f"--{name.replace('_', '-')}", str(part))]  # fmt: skip
+
+
+def load(model: Path | str, **changes: Any) -> canvax.Pipeline:
+    """Load in float32 on one device."""
+    usual = {"dtype": "float32", "mesh": make_mesh(jax.devices()[:1]), "progress": False}
+    return canvax.load(model, **usual | changes)
+
+
+def assert_same(params: Any, wanted: Any) -> None:
+    """All arrays are those, bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)

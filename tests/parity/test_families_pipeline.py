@@ -1,0 +1,726 @@
+"""Whole pipelines of the transformer families against diffusers, float32: same random checkpoint, noise, prompts.
+
+A test goes over the models of ``families.RECORDS`` that it is for; what one family alone has follows.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+import canvax
+from canvax.call import Call
+from canvax.cli import main
+from canvax.compile.programs import load_or_compile
+from canvax.images.inputs import fingerprint
+from canvax.models.krea2 import DROPPED
+from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.generate import sampler_table
+from canvax.pipelines.request import make_request
+from canvax.pipelines.shares import shares_of
+from canvax.samplers import build_table
+from canvax.server.adapter_cache import AdapterCache, AdapterSettings
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.group import Group
+from canvax.server.jobs import JobRequest, State
+from canvax.server.metrics import Metrics
+from canvax.server.models import Warm
+from canvax.server.work import check, sample
+from tests.support.serving import held, until
+
+from .families import (
+    HEIGHT,
+    ONE,
+    PROMPTS,
+    QUIET,
+    TWO,
+    WIDTH,
+    Arrays,
+    Model,
+    arrays_of,
+    build_flux2,
+    build_z_image,
+    half_mask,
+    load,
+    over,
+    packed,
+    picture,
+    write,
+    write_factors,
+)
+from .reference import given_noise, nchw, nhwc, psnr, relative_error
+
+SMALL = {"height": HEIGHT, "width": WIDTH}
+WEEKLY, SLOW = pytest.mark.weekly, pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    return cache(lambda name: Model(name, tmp_path_factory.mktemp("model") / name))
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
+    """The model that a test asks for by ``over``; else FLUX.2 klein."""
+    made = models(getattr(request, "param", "flux2"))
+    if made.record.title == "FLUX.2":  # less padding of references, which takes time
+        monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+    return made
+
+
+def assert_near(got: Any, want: Any, least: float = 60, *, of: object = "the reference") -> None:
+    """Pictures are as near as they can be in float32."""
+    assert (found := psnr(got, want)) > least, f"{found:.1f} dB from {of}, not {least}"
+
+
+def assert_other(got: Any, want: Any, most: float = 40) -> None:
+    """A picture is visibly another one, so that likeness says something."""
+    assert (found := psnr(got, want)) < most, f"{found:.1f} dB: what was changed does not matter here"
+
+
+@pytest.mark.parametrize(("model", "guidance", "height", "width", "steps", "more"), [
+    ("z-image", 0.0, 48, 80, 7, {}),
+    ("z-image", 0.7, 48, 80, 7, {}),
+    ("z-image", 3.0, 64, 32, 7, {}),
+    ("flux2", None, 48, 80, 4, {}),
+    ("flux2", None, 64, 32, 4, {}),
+    pytest.param("flux2-base", 1.0, 48, 80, 7, {"guidance_scale": 4.0}, marks=WEEKLY),
+    pytest.param("flux2-base", 4.0, 48, 80, 7, {"guidance_scale": 1.0}, marks=SLOW),
+    ("flux3", None, 48, 80, 4, {}),
+    ("flux3", None, 64, 32, 4, {}),
+    ("flux3-base", 3.0, 48, 80, 5, {"negative_prompt": None}),
+    ("krea2", 0.0, 48, 80, 5, {}),
+    ("krea2", 1.7, 64, 32, 5, {}),
+    ("krea2-turbo", 0.0, 48, 80, 8, {}),
+], indirect=["model"])  # fmt: skip
+def test_same_picture(
+    model: Model, guidance: float | None, height: int, width: int, steps: int, more: dict[str, Any]
+) -> None:
+    """Two prompts of different lengths side by side, of an image of 15 tokens and of 8; ``more`` matters."""
+    start, record = model.noise(height, width), model.record
+    asked: dict[str, Any] = {"num_inference_steps": steps}
+    asked |= {} if guidance is None else {"guidance_scale": guidance}
+    asked |= {"negative_prompt": [*record.negatives]} if guidance and model.name != "flux2-base" else {}
+    want = model.reference(record.prompts, start, **asked)
+    drawn = {**asked, "latents": start, "height": height, "width": width}
+    assert_near(model.draw(**drawn).pixels, want)
+    turned = {"prompt": [*record.prompts[::-1]], "negative_prompt": asked.get("negative_prompt", [])[::-1] or None}
+    assert_other(model.draw(**drawn | turned).pixels, want)
+    if more:
+        assert_other(model.draw(**drawn | more).pixels, want)
+
+
+@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo")
+def test_defaults(model: Model) -> None:
+    """A distilled model has no second evaluation, the other one is guided away from the empty prompt."""
+    ours, distilled = model.ours.model, model.record.distilled
+    assert (ours.defaults.num_inference_steps, ours.defaults.guidance_scale) == model.record.steps
+    request = make_request(ours, Call("a fox"))
+    assert (request.guided, request.negatives) == (not distilled, [""])
+    if model.record.title == "FLUX.2":
+        assert make_request(ours, Call("a fox", guidance_scale=4.0)).guided != distilled
+    if model.record.title == "FLUX.3":  # in no file: the reference's is a default of its step
+        assert ours.scheduler.schedule.shift == 6.93
+
+
+def shift_of(model: Model, tokens: int, steps: int) -> float:
+    """exp(mu) as the reference computes it."""
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+    from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
+
+    return {
+        "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
+        "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
+    }[model.name]()  # fmt: skip
+
+
+@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo")
+def test_the_shift_belongs_to_the_model(model: Model) -> None:
+    """Every sampler has it, and it follows the size where the reference's does."""
+    for height, width in ((48, 80), (64, 32)):
+        shift = shift_of(model, height * width // 256, 4)
+        want = 1000 * shift / (shift + 1 / np.array([1, 0.75, 0.5, 0.25]) - 1)
+        for sampler in ("euler", "DPM++ 2M", "heun", "unipc", None):
+            call = Call("a fox", height=height, width=width, num_inference_steps=4, sampler=sampler)
+            table = sampler_table(model.ours.model, make_request(model.ours.model, call))
+            np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
+
+
+@over("z-image", "flux2-base", "krea2")
+def test_nothing_compiles_twice(model: Model) -> None:
+    """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
+    usual = {"guidance_scale": 2.0, "options": None, "progress": False, **SMALL}
+    for image in (None, TWO) if model.ours.model.networks.denoiser.facts.edits else (None,):
+        given: dict[str, Any] = {} if image is None else {"image": image}
+        model.draw(**usual | given)
+        for changes in (
+            {"prompt": [PROMPTS[1], "a hen, " * 8]}, {"seed": 3, "latents": None}, {"num_inference_steps": 5},
+            {"sampler": "DPM++ 2M"}, {"sampler": "euler_a", "sigmas": "karras"}, {"guidance_scale": 1.5},
+            {"sampler_settings": ["shift=6"]}, {"negative_prompt": "blurry"},
+            *([{"image": [picture(165, 215, 1.0), TWO[1]]}, {"image": TWO[::-1]}] if image else []),
+            *([{"guidance_scale": 1.0}] if model.name == "z-image" else []),
+        ):  # fmt: skip
+            assert model.draw(**usual | given | changes).compilations == 0, changes
+    with pytest.raises(canvax.InputError) as caught:
+        model.draw(prompt=["a hen, " * 120] * 2)
+    assert caught.value.argument == "prompt"
+
+
+@over("krea2", slow=["z-image", "flux2-base"])
+def test_sizes_of_as_many_tokens_share_the_denoiser(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 48 x 80, 80 x 48 and 16 x 240 pixels the denoiser is one program; each size has a decoder of its own."""
+    pipe, made = model.loaded(), list[str]()
+    monkeypatch.setattr("canvax.compile.programs.load_or_compile", lambda name, *rest: (
+        made.append(name) or load_or_compile(name, *rest)))  # fmt: skip
+    asked = {"num_inference_steps": 2, "guidance_scale": 2.0, "negative_prompt": ["", ""]}
+    for height, width in ((48, 80), (80, 48), (16, 240)):
+        start = model.noise(height, width)
+        got = model.draw(pipe, latents=start, height=height, width=width, **asked)
+        theirs = asked if model.name != "flux2-base" else {k: v for k, v in asked.items() if k != "negative_prompt"}
+        assert_near(got.pixels, model.reference(latents=start, **theirs))
+    assert sorted(made) == ["decoder"] * 3 + ["denoiser", "text encoder"]
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("sampler", {"sampler": "PLMS"}), ("sampler", {"sampler": "TCD"}), ("pag_scale", {"pag_scale": 3.0}),
+    ("prompt_2", {"prompt_2": "a hen"}), ("height", {"height": 40}), ("clip_skip", {"clip_skip": 1}),
+    ("prompt", {"prompt": "a (red:1.2) fox", "prompt_syntax": "a1111"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "refused"), [
+    ("z-image", [*REFUSED, ("reuse", {"reuse": 2})]),
+    ("flux2", [
+        *REFUSED, ("guidance_interval", {"guidance_interval": (0.2, 0.8)}), ("image", {"image": []}),
+        ("image", {"image": picture(8, 200)}), ("image", {"image": [picture(64, 64)] * 11}),
+    ]),
+    ("flux3", REFUSED),
+    ("krea2", REFUSED),
+], indirect=["model"])  # fmt: skip
+def test_what_it_does_not_do(model: Model, refused: list[tuple[str, dict[str, Any]]]) -> None:
+    for argument, changes in refused:
+        with pytest.raises(canvax.InputError) as caught:
+            model.draw(**{"options": None, "latents": None, **changes})
+        assert caught.value.argument == argument, changes
+
+
+@pytest.fixture(scope="module")
+def adapted(models: Callable[[str], Model]) -> Callable[[str], Any]:
+    """The picture of diffusers with the adapter of the record."""
+
+    @cache
+    def drawn(name: str) -> Any:
+        model = models(name)
+        pipe = model.opened()
+        with torch.no_grad():
+            for layer, (up, down) in model.record.factors().items():
+                pipe.transformer.get_submodule(layer).weight.add_(torch.from_numpy(up @ down))
+        return model.reference(pipe=pipe, **unguided(model))
+
+    return drawn
+
+
+def unguided(model: Model) -> dict[str, Any]:
+    """One evaluation a step; with a reference where there are layers for one."""
+    asked: dict[str, Any] = {"num_inference_steps": 2}
+    asked |= {"guidance_scale": 0.0} if model.record.factor == 8 else {}
+    return asked | ({"image": ONE} if model.name == "flux3" else {})
+
+
+@pytest.mark.parametrize(("model", "spelling", "beside"), [
+    pytest.param(name, spelling, beside, marks=[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")))
+    for name in ("z-image", "flux2", "flux3", "krea2")
+    for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
+    if (name, beside) != ("flux3", True)
+], indirect=["model"])  # fmt: skip
+def test_lora(model: Model, adapted: Callable[[str], Any], tmp_path: Path, spelling: str, beside: bool) -> None:
+    """Merged and beside the weights; an array that no layer has is an error."""
+    want, asked = adapted(model.name), {**unguided(model), **SMALL}
+    assert_other(model.draw(**asked).pixels, want)
+    pipe, path = model.loaded() if beside else model.ours, tmp_path / "style.safetensors"
+    if beside:
+        pipe.adapters.beside(rank=4)
+    pipe.adapters.load("style", model.lora(path, spelling), beside=beside)
+    got = model.draw(pipe, **asked)
+    pipe.adapters.remove("style")
+    assert_near(got.pixels, want, of=f"the reference with the adapter as {spelling}")
+    model.lora(path, spelling, **{"blocks.0.attn.wx": next(iter(model.record.factors().values()))})
+    with pytest.raises(canvax.CheckpointError):
+        pipe.adapters.load("style", path)
+
+
+def with_original_names(model: Model, into: Path) -> Path:
+    """The checkpoint with the authors' names; Z-Image's language model with its head."""
+    shutil.copytree(model.folder, into)
+    (path,) = (into / "transformer").glob("*.safetensors")
+    write(path, model.record.original(arrays_of(model.folder, "transformer")))
+    if model.name == "z-image":
+        text: Arrays = model.record.text(arrays_of(model.folder, "text_encoder"))
+        write(into / "text_encoder" / "model.safetensors", text | {"lm_head.weight": np.zeros((4, 4), np.float32)})
+    return into
+
+
+@over(slow=["z-image", "flux2"])
+def test_original_names(model: Model, tmp_path: Path) -> None:
+    pipe = model.loaded(with_original_names(model, tmp_path / "original"))
+    np.testing.assert_array_equal(model.draw(pipe).pixels, model.draw().pixels)
+
+
+@pytest.mark.parametrize(("model", "axes"), [
+    pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
+    pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
+], indirect=["model"])  # fmt: skip
+@pytest.mark.slow
+def test_several_devices(model: Model, axes: dict[str, int]) -> None:
+    pipe = model.loaded(mesh=make_mesh(jax.devices()[: int(np.prod([*axes.values()]))], **axes))
+    asked = {"image": ONE, **SMALL} if model.name == "flux2" else {"guidance_scale": 2.0}
+    assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, of="one device")
+
+
+@pytest.mark.parametrize(("model", "dtype", "least"), [
+    ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30),
+], indirect=["model"])  # fmt: skip
+@pytest.mark.slow
+def test_eight_bits(model: Model, dtype: str, least: float) -> None:
+    """FLUX.2 has 46 dB, and with 7 bits 38. Wrong scales are what ``test_quantize`` sees."""
+    pipe, asked = model.loaded(dtype=dtype, quantize="int8"), unguided(model)
+    assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, least, of="all bits")
+    if model.name == "flux2":
+        whole = {name for name, one in pipe.params["transformer"].items() if "scale" not in str(one)}
+        assert whole >= {"proj_out", "x_embedder", "norm_out", "single_stream_modulation"}
+
+
+GUIDED = {"prompt": PROMPTS[0], "guidance_scale": 2.0, "negative_prompt": "blurry", "seed": 5, "steps": 60}
+PLAIN = {"prompt": PROMPTS[1], "guidance_scale": 0.0, "seed": 6, "steps": 50}
+FROM_IMAGE = {"image": picture(), "strength": 0.5}
+
+
+@pytest.mark.parametrize(("model", "together", "asks", "shared"), [
+    pytest.param("z-image", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=WEEKLY),
+    pytest.param("krea2", 2, [GUIDED, PLAIN], FROM_IMAGE, marks=WEEKLY),
+    pytest.param("flux2", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
+    ], {}, marks=SLOW),
+    ("flux3", 1, [
+        {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
+    ], {}),
+], indirect=["model"])  # fmt: skip
+def test_requests_to_a_server(
+    model: Model, together: int, asks: list[dict[str, Any]], shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs that wait side by side are the images of calls, and share a batch where their programs are the same.
+
+    Prompts, steps, guidance, masks and images are each request's.
+    """
+    seated, step = list[int](), Group.step
+    monkeypatch.setattr(Group, "step", lambda group: seated.append(len(group.seated)) or step(group))
+    monkeypatch.setattr("canvax.server.group.best_batch", lambda row, waiting: together)
+    batches = (1, 2)[:together]
+    settings = EngineSettings(warm=(Warm((WIDTH, HEIGHT), batches),), compile_on_demand=bool(shared))
+    engine = ImageEngine([model.name], settings, Metrics(), lambda name, **_: model.loaded())
+    engine.start()
+    try:
+        until(lambda: engine.state is not State.STARTING, 300)
+        assert engine.failure is None
+        edits = "editing" in engine.models()[0].tasks
+        assert edits == model.ours.model.networks.denoiser.facts.edits
+        with held(engine):
+            jobs = [engine.submit(JobRequest(**ask, width=WIDTH, height=HEIGHT, **shared)) for ask in asks]
+        for ask, job in zip(asks, jobs, strict=True):
+            until(lambda job=job: job.status.over, 300)
+            keywords = {"num_inference_steps" if name == "steps" else name: value for name, value in ask.items()}
+            if edits and "image" in ask:
+                keywords["image"] = ImageOps.fit(ask["image"], (WIDTH, HEIGHT), Image.Resampling.LANCZOS)
+            size = {} if shared else SMALL
+            want = model.ours(**keywords, **shared, **size, options=QUIET)
+            got = np.asarray(Image.open(io.BytesIO(job.pictures[0].data or b"")), np.float32) / 255
+            assert_near(got, want.pixels[0], 45, of=f"the call {ask}")
+        assert max(seated) == together
+    finally:
+        engine.close()
+
+
+# What Z-Image alone has.
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, model: Model, name: str, **more: Any) -> Any:
+    """Another pipeline of the same parts, which gets our noise and takes the mean of what the VAE encodes."""
+    pipe = getattr(diffusers, name)(**model.theirs.components, **more)
+    pipe.set_progress_bar_config(disable=True)
+    given_noise(monkeypatch, pipe, model.noise())
+    return pipe
+
+
+@over("z-image")
+def test_image_to_image(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    image, asked = picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
+    pipe = patched(monkeypatch, model, "ZImageImg2ImgPipeline")
+    with torch.no_grad():
+        want = pipe(list(PROMPTS), image=image, output_type="np", **asked).images
+    assert_near(model.draw(image=image, **asked).pixels, want)
+    assert_other(model.draw(image=image, **asked | {"strength": None}).pixels, want)
+
+
+@over(slow=["z-image", "flux2-base"])
+def test_inpainting(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For FLUX.2 the image is a reference as well, as there."""
+    image, mask, flux = picture(), half_mask(40 if model.name == "z-image" else 48), model.name == "flux2-base"
+    asked = {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 4.0 if flux else 0.0, "image": image}
+    kind = "Flux2KleinInpaintPipeline" if flux else "ZImageInpaintPipeline"
+    pipe = patched(monkeypatch, model, kind, **({"is_distilled": False} if flux else {}))
+    with torch.no_grad():
+        want = pipe(
+            prompt=list(PROMPTS), mask_image=mask, output_type="pt" if flux else "latent", **SMALL, **asked
+        ).images
+    got = model.draw(mask=mask, options=canvax.Options(progress=False, mask_blend="renoised"), **asked)
+    if flux:
+        assert_near(np.asarray(model.ours.decode(jnp.asarray(got.latents))), nhwc(want))
+    else:
+        assert relative_error(got.latents, nhwc(want)) < 1e-3
+
+
+@over("z-image")
+def test_longer_prompts(model: Model) -> None:
+    """Up to 128 tokens, and up to 256, they are of one program; an image is the same whatever stands beside it."""
+    usual = {"guidance_scale": 2.0}
+    short = model.draw(**usual)
+    longer = model.draw(prompt=[PROMPTS[0], "a hen, " * 30], **usual)
+    assert longer.compilations > 0
+    assert model.draw(prompt=[PROMPTS[0], "a dog, " * 20], **usual).compilations == 0
+    assert_near(longer.pixels[0], short.pixels[0], of="the same image beside a shorter prompt")
+    with pytest.raises(canvax.InputError) as caught:
+        model.draw(prompt=["a hen, " * 90] * 2)
+    assert caught.value.argument == "prompt"
+
+
+@over("z-image")
+def test_every_curve_has_the_shift(model: Model, tmp_path: Path) -> None:
+    """Another one is a setting of a call, and tells the base model."""
+    scheduler = model.ours.model.scheduler
+    for curve in ("simple", "karras", "beta"):
+        assert build_table(scheduler, 4, sampler="euler", sigmas=curve).timestep[2] > 600
+    table = build_table(scheduler, 4, sampler="euler", settings={"shift": 6})
+    even = np.array([1, 0.75, 0.5, 0.25])
+    np.testing.assert_allclose(table.timestep, 6000 * even / (1 + 5 * even))
+    base = load(build_z_image(tmp_path / "base", shift=6.0)).model.defaults
+    assert (base.num_inference_steps, base.guidance_scale) == (50, 4)
+
+
+@over("z-image")
+def test_the_networks_are_functions_of_arrays(model: Model) -> None:
+    ours = model.ours
+    conditions = ours.encode(PROMPTS)
+    np.testing.assert_array_equal(conditions["length"], [len(ours.tokenizer.ids(prompt)) for prompt in PROMPTS])
+    want = model.draw(guidance_scale=2.0, negative_prompt="blurry")
+    negatives = ours.encode(["blurry"] * 2)
+    got = model.draw(prompt=conditions, negative_prompt=negatives, guidance_scale=2.0)
+    np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
+    latents = jnp.asarray(model.noise())
+    assert ours.denoiser(latents, 500.0, conditions).shape == latents.shape
+    with pytest.raises(canvax.CheckpointError):
+        _ = ours.model.unet
+
+
+@over("z-image")
+def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -> None:
+    """In place of those of a UNet: of merged adapters, of those beside the weights, and of a server's."""
+    pipe = model.loaded()
+    model.lora(tmp_path / "style.safetensors", "peft")
+    pipe.adapters.folder = tmp_path
+    for tag in ("<lora:style:1:0.5>", "<lora:style:unet=0.5>"):
+        with pipe.adapters._named_in(tag):
+            assert pipe.adapters["style"].weights == {"transformer": 0.5}
+        cached = AdapterCache(pipe.model, pipe.mesh, AdapterSettings(tmp_path))
+        assert [weights["transformer"] for weights in cached.wanted(tag, {})[1].values()] == [0.5]
+    pipe.adapters.remove()
+    pipe.adapters.beside(rank=4)
+    _, shares = shares_of(pipe.adapters, tag, None, 1, as_set=True)
+    assert shares is not None
+    np.testing.assert_array_equal(shares.weights["transformer"], [[0.5, 0, 0, 0]])
+
+
+# What FLUX.2 and FLUX.3 have: they edit.
+
+
+@pytest.mark.parametrize("references", [ONE, TWO], ids=["one", "two"])
+@over("flux2", "flux3")
+def test_editing(model: Model, references: list[Any]) -> None:
+    """References of sizes that are no multiples, of an image of another size."""
+    want = model.reference(num_inference_steps=4, image=references)
+    assert_near(model.draw(image=references, **SMALL, num_inference_steps=4).pixels, want)
+    assert_other(model.draw(num_inference_steps=4).pixels, want)
+    if model.name == "flux2" and len(references) > 1:
+        assert_other(model.draw(image=references[::-1], **SMALL, num_inference_steps=4).pixels, want, 50)
+
+
+@over(slow=["flux2-base", "flux3-base"])
+def test_guided_editing(model: Model) -> None:
+    """FLUX.2's at the size of the first reference."""
+    first, asked = model.name == "flux2-base", {"num_inference_steps": 3, "guidance_scale": 4.0, "image": TWO}
+    start = model.noise(160, 208) if first else model.noise()
+    size: dict[str, Any] = {"height": None, "width": None} if first else SMALL
+    want = model.reference(latents=start, **asked, **size)
+    drawn = {**asked, "latents": start, **size}
+    assert_near(model.draw(**drawn).pixels, want)
+    assert_other(model.draw(**drawn | {"image": ONE}).pixels, want)
+
+
+@over("flux2")
+def test_a_large_reference(model: Model) -> None:
+    """One of more than a million pixels is made smaller, and gives the size of the image."""
+    large = picture(1210, 1010)
+    request = make_request(model.ours.model, Call("a fox", image=large))
+    assert request.references is not None
+    assert request.references.sizes == ((request.height, request.width),) == ((1120, 928),)
+    processor = model.theirs.image_processor
+    small = processor._resize_and_crop(processor._resize_to_target_area(large), 928, 1120)
+    np.testing.assert_array_equal(np.asarray(request.references.images[0][0]), np.asarray(small))
+    assert request.references.fingerprints == [fingerprint(large)]  # which the user can compute, too
+
+
+@over("flux2")
+def test_the_shift_follows_the_size_and_the_steps(model: Model) -> None:
+    """Also of large images, and with every curve; ``mu`` and ``shift`` are settings of a call."""
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    ours = model.ours.model
+    for tokens, steps in ((4096, 4), (4096, 50), (1024, 4), (8192, 4)):
+        assert ours.family.mu is not None
+        mu = ours.family.mu(tokens, steps)
+        assert mu == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-9)
+        want = np.exp(mu) / (np.exp(mu) + 1 / np.array([1, 0.75, 0.5, 0.25]) - 1)
+        for sampler in (None, "euler", "DPM++ 2M", "unipc"):
+            table = build_table(ours.scheduler, 4, sampler=sampler, settings={"mu": mu})
+            np.testing.assert_allclose(table.timestep, 1000 * want, atol=1)
+    usual = model.draw(sampler="euler")
+    mu = compute_empirical_mu(HEIGHT * WIDTH // 256, 2)
+    same = model.draw(sampler="euler", options=None, sampler_settings=[f"mu={mu}"], progress=False)
+    np.testing.assert_array_equal(same.latents, usual.latents)
+    assert_other(
+        model.draw(sampler="euler", options=None, sampler_settings=["shift=1"], progress=False).pixels, usual.pixels
+    )
+
+
+@over("flux2")
+def test_an_image_to_begin_from(model: Model) -> None:
+    """As the loop of the reference, from a noisy image, without a reference."""
+    image, start = picture(HEIGHT, WIDTH), model.noise()
+    mean = model.ours.encode_image(image)
+    got = model.draw(image=image, strength=0.5, num_inference_steps=4, sampler="euler")
+    request = make_request(model.ours.model, Call("a fox", image=image, strength=0.5))
+    assert request.references is None
+    mu = model.ours.model.family.mu(HEIGHT * WIDTH // 256, 4)  # pyright: ignore[reportOptionalCall]
+    table = build_table(model.ours.model.scheduler, 4, sampler="euler", settings={"mu": mu})
+    x, conditions = (1 - table.std[2]) * np.asarray(mean) + table.std[2] * start, model.ours.encode(PROMPTS)
+    for row in (2, 3):
+        velocity = np.asarray(model.ours.denoiser(jnp.asarray(x, jnp.float32), table.timestep[row], conditions))
+        x = x + ([*table.std, 0.0][row + 1] - table.std[row]) * velocity
+    assert relative_error(got.latents, x) < 1e-4
+
+
+@over(slow=["flux2"])
+def test_programs_for_references_are_made_ahead(model: Model) -> None:
+    """Of their sizes, before there are images; a server's sample has the programs of a request."""
+    ours, images = model.ours, [picture(165, 215), picture(HEIGHT, WIDTH, 2.0)]
+    sizes = [(165, 215), (HEIGHT, WIDTH)]
+    ours.compile(HEIGHT, WIDTH, 2, references=sizes, progress=False)
+    programs = ours.memory(HEIGHT, WIDTH, 2, references=sizes).programs
+    assert programs["denoiser"] > ours.memory(HEIGHT, WIDTH, 2).programs["denoiser"]
+    assert programs["image encoder"] > 0
+    assert model.draw(image=images, **SMALL).compilations == 0
+    asked = JobRequest("a hen", width=WIDTH, height=HEIGHT, image=images[0], references=(images[1],))
+    made = sample("klein", ours.model, WIDTH, HEIGHT, references=2).group
+    assert made == check(asked, "klein", ours.model).group
+    for pipe, wrong in ((ours, 11), (ours, [(8, 200)]), (ours, [(48,)]), (ours, -1), (canvax.load("emoji"), 1)):
+        with pytest.raises(canvax.InputError) as caught:
+            pipe.compile(HEIGHT, WIDTH, references=wrong)
+        assert caught.value.argument == "references"
+
+
+@pytest.mark.parametrize(("argument", "changes"), [
+    ("scheduler", {"scheduler": {"_class_name": "EulerDiscreteScheduler"}}),
+    ("scheduler", {"scheduler": {"_class_name": "UniPCMultistepScheduler", "prediction_type": "v_prediction"}}),
+    ("prediction_type", {"prediction_type": "epsilon"}),
+])  # fmt: skip
+def test_a_flow_model_takes_no_other_schedule(model: Model, argument: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(canvax.InputError) as caught:
+        canvax.load(model.folder, **changes)
+    assert caught.value.argument == argument
+    flow = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    assert canvax.load(model.folder, scheduler=flow).model.scheduler.schedule.is_flow
+
+
+@pytest.mark.parametrize(("model", "changes"), [
+    ("flux2", {
+        "model_index.json": {"scheduler": ["diffusers", "EulerDiscreteScheduler"]},
+        "scheduler/scheduler_config.json": {"_class_name": "EulerDiscreteScheduler"},
+    }),
+    ("krea2", {"model_index.json": {"text_encoder_select_layers": [1, 3, 6]}}),
+    ("krea2", {"model_index.json": {"text_encoder_select_layers": [1, 3]}}),
+    ("krea2", {"model_index.json": {"patch_size": 1}}),
+    ("krea2", {"transformer/config.json": {"text_hidden_dim": 64}}),
+    ("krea2", {"vae/config.json": {"z_dim": 8, "latents_mean": [0.0] * 8, "latents_std": [1.0] * 8}}),
+], indirect=["model"])  # fmt: skip
+def test_what_does_not_fit(model: Model, tmp_path: Path, changes: dict[str, dict[str, Any]]) -> None:
+    """Parts for other parts, and the scheduler of a diffusion model."""
+    folder = shutil.copytree(model.folder, tmp_path / "model")
+    for name, changed in changes.items():
+        config = json.loads((folder / name).read_text()) if name != "scheduler/scheduler_config.json" else {}
+        (folder / name).write_text(json.dumps(config | changed))
+    with pytest.raises(canvax.CheckpointError):
+        canvax.load(folder, mesh=model.ours.mesh)
+
+
+def test_a_checkpoint_that_reads_the_guidance_scale(tmp_path: Path) -> None:
+    """As FLUX.2 dev does."""
+    with pytest.raises(canvax.CheckpointError):
+        canvax.load(build_flux2(tmp_path, guidance_embeds=True))
+
+
+def test_a_lora_for_a_wider_stack_is_refused(model: Model, tmp_path: Path) -> None:
+    factors = {"single_blocks.1.linear1": (np.ones((320, 2), np.float32), np.ones((2, 32), np.float32))}
+    path = write_factors(tmp_path / "wide.safetensors", "comfy", factors)
+    with pytest.raises(canvax.CheckpointError):
+        model.ours.adapters.load("wide", path)
+
+
+@pytest.mark.slow
+def test_lines_of_a_prompt_file_read_their_images_alone(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lines with the same settings and other images, in ``generate`` and in ``batch``."""
+    monkeypatch.chdir(tmp_path)
+    for name, side in (("a.png", 48), ("b.png", 64)):
+        picture(side, 48).save(name)
+    lines = [{"prompt": PROMPTS[0], "image": name, "seed": 1} for name in ("a.png", "b.png")]
+    Path("rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: model.ours)
+    shared = ["--model", str(model.folder), "--steps", "2", "--height", "48", "--width", "48", "--quiet", "-b", "2"]
+    assert main(["generate", "--prompt-file", "rows.jsonl", *shared, "-o", "drawn"]) == 0
+    assert main(["batch", "rows.jsonl", *shared, "-o", "rows"]) == 0
+    drawn, rows = ([Image.open(path) for path in sorted(Path(name).glob("*.png"))] for name in ("drawn", "rows"))
+    for line, *images in zip(lines, drawn, rows, strict=True):
+        (alone,) = model.ours(line["prompt"], image=line["image"], seed=1, num_inference_steps=2, height=48, width=48)
+        for got in images:
+            np.testing.assert_allclose(np.asarray(got, np.int16), np.asarray(alone, np.int16), atol=1)
+
+
+@pytest.mark.slow
+def test_references_on_the_command_line(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two, whose sides are no multiples; ``info`` prints the command, which makes the image again."""
+    monkeypatch.chdir(tmp_path)
+    picture(53, 85).save("one.png")
+    picture(49, 80, 2.0).save("two.png")
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: model.ours)
+    shared = ["--model", str(model.folder), "-q"]
+    words = ["generate", "a fox", "--image", "one.png", "--reference", "two.png", "-s", "3", "--steps", "1", *shared]
+    assert main([*words, "-o", "made.png"]) == 0
+    with Image.open("made.png") as image:
+        made = np.asarray(image)
+    assert made.shape == (48, 80, 3)
+    capsys.readouterr()
+    assert main(["info", "made.png", "--json"]) == 0
+    (command,) = json.loads(capsys.readouterr().out)["commands"]
+    assert "--image IMAGE1" in command
+    assert "--reference IMAGE2" in command
+    assert main(["generate", "--from-image", "made.png", "--image", "one.png", "-o", "x.png", *shared]) == 2
+    again = shlex.split(command.replace("IMAGE1", "one.png").replace("IMAGE2", "two.png"))[1:]
+    assert main([*again, *shared, "-o", "again.png"]) == 0
+    with Image.open("again.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), made)
+    assert main(["generate", "a fox", "--image", "one.png", "--reference", "two.png", "--model", "emoji", "-q"]) == 2
+
+
+@pytest.mark.parametrize(("model", "sampler", "count"), [
+    ("flux3", "heun", 1), ("flux3", "euler", 0), ("flux3", None, 0), ("flux3-base", "heun", 0),
+], indirect=["model"])  # fmt: skip
+def test_samplers_of_a_flow_map(model: Model, sampler: str | None, count: int) -> None:
+    """It is distilled for the steps of Euler: others are warned of, for that model alone."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.draw(prompt="a fox", latents=None, sampler=sampler, guidance_scale=1.0)
+    arguments = [one.message.argument for one in caught if isinstance(one.message, canvax.HintWarning)]
+    assert arguments.count("sampler") == count
+
+
+@over("flux3")
+def test_a_run_in_two_parts(model: Model) -> None:
+    """The last step of the first part leads to the first time of the second."""
+    asked = {"prompt": "a fox", "latents": model.noise()[:1], "num_inference_steps": 4}
+    whole = model.draw(**asked)
+    first = model.draw(**asked, options=replace(QUIET, denoising_end=0.1))
+    second = model.draw(**asked | {"latents": first.latents}, options=replace(QUIET, denoising_start=0.1))
+    np.testing.assert_allclose(second.pixels, whole.pixels, atol=1e-4)
+
+
+@over("flux3")
+def test_from_an_image_and_inside_a_mask(model: Model) -> None:
+    """Where an image has a strength or a mask, the run begins from it."""
+    image, mask = ONE[0].resize((WIDTH, HEIGHT)), half_mask(WIDTH // 2)
+    asked: dict[str, Any] = {"image": image, "num_inference_steps": 4, "seed": 1, "options": QUIET}
+    near, far = (model.ours("a fox", strength=strength, **asked).latents for strength in (0.3, 0.9))
+    start = model.ours("a fox", strength=0.3, **{**asked, "seed": 2}).latents
+    assert np.abs(near - start).mean() < np.abs(far - start).mean()
+    kept = model.ours("a fox", strength=0.9, mask=mask, **asked).pixels[0]
+    np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+# What Krea 2 alone has.
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@over("krea2")
+def test_from_half_noise(model: Model, masked: bool) -> None:
+    """The reference's loop from half noise, and under a mask with the noisy image put back after each step."""
+    vae, steps, sigmas = model.theirs.vae, 6, [0.5, 2 / 6, 1 / 6]
+    mean, deviation = (np.float32(vae.config[name]) for name in ("latents_mean", "latents_std"))
+    pixels = nchw(np.asarray(picture(), np.float32)[None] / 127.5 - 1)[:, :, None]
+    with torch.no_grad():
+        clean = (nhwc(vae.encode(pixels).latent_dist.mode()[:, :, 0]) - mean) / deviation
+    mu, noise = model.ours.model.scheduler.schedule.mu_of(15), model.noise()
+    times = [float(np.exp(mu) / (np.exp(mu) + 1 / sigma - 1)) for sigma in sigmas] + [0.0]
+    keep = 1 - np.float32(np.asarray(half_mask(48))[::8, ::8, None] / 255)
+
+    def mixed(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        known = packed((1 - times[step + 1]) * clean + times[step + 1] * noise)
+        kept = packed(np.broadcast_to(keep, noise.shape))
+        return {"latents": kept * known + (1 - kept) * values["latents"]}
+
+    asked = {"guidance_scale": 1.7, "negative_prompt": [*model.record.negatives]}
+    start, extra = (1 - times[0]) * clean + times[0] * noise, {"callback_on_step_end": mixed} if masked else {}
+    want = model.reference(latents=start, sigmas=sigmas, **asked, **extra)
+    more = {"mask": half_mask(48), "options": canvax.Options(progress=False, mask_blend="renoised")} if masked else {}
+    got = model.draw(image=picture(), strength=0.5, num_inference_steps=steps, **SMALL, **asked, **more)
+    assert_near(np.asarray(model.ours.decode(jnp.asarray(got.latents))), want)
+
+
+@over(slow=["krea2"])
+def test_long_prompts(model: Model) -> None:
+    """As many tokens as in the reference; whatever its bucket, an image is the same."""
+    long = "the fox and the hen, " * 60
+    while len(model.ours.tokenizer.ids(long)) > DROPPED + 512:
+        long = long[:-1]
+    asked = {"num_inference_steps": 2, "guidance_scale": 0.0}
+    assert_near(model.draw(prompt=[PROMPTS[0], long], **asked).pixels, model.reference([PROMPTS[0], long], **asked))
+    with pytest.raises(canvax.InputError) as caught:
+        model.draw(prompt=[PROMPTS[0], long + ", a dog"])
+    assert caught.value.argument == "prompt"
