@@ -247,7 +247,7 @@ def build_krea2(folder: Path, *, released: bool = False, **index: Any) -> Path:
 
 
 QWEN_SIZES: dict[str, Any] = {
-    "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 3,
+    "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4,
     "context_in_dim": 32, "axes_dims_rope": (4, 6, 6),
 }  # fmt: skip
 TURBO_TIMES = [1.0, 0.93, 0.7, 0.36]
@@ -263,7 +263,7 @@ def qwen_network(**changes: Any) -> Any:
     return module
 
 
-class _QwenProcessor:
+class _QwenProcessor(transformers.ProcessorMixin):
     """What Qwen-Image-2.1's pipeline asks of the released processor, without the libraries for videos."""
 
     def __init__(self, words: Any) -> None:
@@ -522,9 +522,9 @@ KREA2_LAYERS: dict[str, tuple[int, int]] = {
 
 def qwen_factors() -> Factors:
     """Likewise."""
-    sizes = {f"transformer_blocks.1.attn.{name}": (48, 48) for name in ("to_q", "to_k", "to_v", "to_out.0")}
-    sizes |= {f"transformer_blocks.0.img_mlp.{name}": (144, 48) for name in ("gate_layer", "proj")}
-    sizes |= {"transformer_blocks.2.img_mlp.out": (48, 144), "modulation.1": (192, 48), "txt_in.in_layer": (48, 32)}
+    sizes = {f"transformer_blocks.1.attn.{name}": (64, 64) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    sizes |= {f"transformer_blocks.0.img_mlp.{name}": (192, 64) for name in ("gate_layer", "proj")}
+    sizes |= {"transformer_blocks.2.img_mlp.out": (64, 192), "modulation.1": (256, 64), "txt_in.in_layer": (64, 32)}
     return _factors(sizes, 0.1)
 
 
@@ -633,6 +633,7 @@ class Record:
         files: names of the files of transformer, text encoder and autoencoder.
         layer: a layer of the file of the transformer.
         words: the folder of the tokenizer.
+        size: height and width that both can draw.
     """
 
     title: str
@@ -655,6 +656,7 @@ class Record:
     negatives: tuple[str, str] = ("blurry", "")
     distilled: bool = False
     words: str = "tokenizer"
+    size: tuple[int, int] = (HEIGHT, WIDTH)
 
 
 def _flux2(**more: Any) -> Record:
@@ -688,8 +690,8 @@ def _qwen(**more: Any) -> Record:
         title="Qwen-Image", build=build_qwen, open=_open_qwen, factor=16, channels=16, factors=qwen_factors,
         authors=lambda factors: factors, original=lambda found: found, vae=lambda found: found,
         latents=lambda noise: torch.from_numpy(np.ascontiguousarray(noise.reshape(len(noise), -1, 16))),
-        files=("qwen_image_2.1_bf16", "qwen3vl_8b_bf16", "qwen_image_2.1_vae"), ask=_qwen_one_by_one, words="processor",
-        layer="transformer_blocks.1.img_mlp.proj.weight", **more,
+        files=("qwen_image_2.1_bf16", "qwen3vl_8b_bf16", "qwen_image_2.1_vae"), ask=_qwen_one_by_one,
+        words="processor", size=(64, 96), layer="transformer_blocks.1.img_mlp.proj.weight", **more,
     )  # fmt: skip
 
 
@@ -736,9 +738,14 @@ class Model:
         """The pipeline of canvax, anew: of this checkpoint on one device, but for ``changes``."""
         return load(folder or self.folder, **changes)
 
-    def noise(self, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-        """The same for both."""
-        sides = height // self.record.factor, width // self.record.factor
+    @property
+    def small(self) -> dict[str, Any]:
+        """The size of an image, as arguments."""
+        return dict(zip(("height", "width"), self.record.size, strict=True))
+
+    def noise(self, *size: int) -> np.ndarray:
+        """The same for both, of an image of this height and width."""
+        sides = [side // self.record.factor for side in size or self.record.size]
         return initial_noise(SEEDS, (*sides, self.record.channels))
 
     def reference(
@@ -756,7 +763,7 @@ class Model:
         """Images of canvax, in few steps."""
         usual: dict[str, Any] = {"latents": self.noise(), "num_inference_steps": 2, "options": QUIET}
         if keywords.get("image") is None:
-            usual |= {"height": HEIGHT, "width": WIDTH}
+            usual |= self.small
         return (pipe or self.ours)(keywords.pop("prompt", [*self.record.prompts]), **usual | keywords)
 
     def lora(self, path: Path, spelling: str, **stray: Any) -> Path:

@@ -1,9 +1,11 @@
-"""Qwen-Image-2.1 against diffusers with the same random weights, float32: the network, and the pipeline."""
+"""Qwen-Image-2.1 against diffusers with the same random weights, float32: the network, and images with alpha."""
 
 from __future__ import annotations
 
 import json
-import re
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +13,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+import canvax
+from canvax.call import Call
+from canvax.images.convert import on_white
+from canvax.images.inputs import fingerprint
+from canvax.images.masks import as_floats
+from canvax.models.qwen_image import QwenImageConfig, qwen_image, qwen_image_context, qwen_image_spec
+from canvax.pipelines.request import make_request
+from canvax.pipelines.upscale import Tiles
+from tests.support.random_numbers import normal
 
-import canvax  # noqa: E402
-from canvax.models.qwen_image import (  # noqa: E402
-    DROPPED,
-    SYSTEM,
-    QwenImageConfig,
-    qwen_image,
-    qwen_image_context,
-    qwen_image_spec,
-)
-from canvax.noise import initial_noise  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from tests.support.random_numbers import normal  # noqa: E402
+from .families import Model, picture, qwen_network
+from .reference import nchw, nhwc, psnr, relative_error
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch
 
-from .reference import psnr, randomise, relative_error  # noqa: E402
-from .families import PROMPTS, QUIET, SEEDS, tokenizer  # noqa: E402
-from .transformers_reference import TOLERANCE, params_of, stored, to_torch  # noqa: E402
-
-SIZES: dict[str, Any] = {
-    "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 3,
-    "context_in_dim": 32, "axes_dims_rope": (4, 6, 6),
-}  # fmt: skip
 TIMES = np.array([981.0, 303.25], np.float32)
 LENGTHS, ROWS = np.array([19, 33], np.int32), 64
 
 
-def network(**changes: Any) -> Any:
-    module: Any = randomise(diffusers.QwenImage21Transformer2DModel(**SIZES | changes), 3)
-    with torch.no_grad():  # attention is far from even, and text matters
-        for name, weight in module.named_parameters():
-            if name.endswith("norm_q.weight"):
-                weight.mul_(4)
-    return module
-
-
 def test_network() -> None:
     """Two images of other sizes and other texts, each as if it were alone."""
-    theirs = network()
+    theirs = qwen_network()
     cfg = QwenImageConfig.from_dict(dict(theirs.config))
     params = params_of(stored(theirs), qwen_image_spec(cfg))
     sizes, x, text = [(4, 6), (6, 4)], normal(2, 24, 16), normal(2, ROWS, 32)
@@ -81,133 +65,108 @@ def test_network() -> None:
         assert relative_error(other, want) > 0.01
 
 
-HEIGHT, WIDTH = 64, 96
-
-
-class Processor:
-    """What the reference asks of the released processor, without the libraries for videos."""
-
-    def __init__(self, words: Any) -> None:
-        self.tokenizer = words
-
-    def apply_chat_template(self, messages: Any, **_: Any) -> list[list[int]]:
-        (message,) = messages
-        return [self.tokenizer(f"<|im_start|>system\n{message['content'][0]['text']}<|im_end|>\n").input_ids]
-
-    def __call__(self, text: list[str], **keywords: Any) -> Any:
-        return self.tokenizer(text, **keywords)
-
-
-def build(folder: Path, **index: Any) -> Any:
-    """A small random checkpoint in ``folder``, and the reference's pipeline."""
-    words = tokenizer()
-    pieces = re.findall(r"<\|\w+\|>|Comp|re(?=h)|hend| ?\w+|\n|[.]", SYSTEM)
-    assert len(pieces) == DROPPED  # as of the released tokenizer
-    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece} - {"re"}))
-    words.add_tokens(["re"])
-    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
-    lm = {"vocab_size": len(words) + 3, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-          "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}}  # fmt: skip
-    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
-            "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
-    config = transformers.Qwen3VLConfig(text_config=lm, vision_config=eyes)
-    text: Any = randomise(transformers.Qwen3VLForConditionalGeneration(config), 1)
-    transformer = network()
-    vae = randomise(
-        diffusers.AutoencoderKLQwenImage21(
-            base_dim=4, decoder_base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 4, 4], num_res_blocks=1,
-            latents_mean=[0.1 * i - 0.7 for i in range(16)], latents_std=[1 + 0.1 * i for i in range(16)],
-        ),
-        2,
-    )  # fmt: skip
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=10, max_image_seq_len=64
-    )
-    pipe = diffusers.QwenImage21Pipeline(scheduler, vae, text, Processor(words), transformer, **index)
-    for name, part in (("transformer", transformer), ("vae", vae), ("text_encoder", text), ("scheduler", scheduler)):
-        part.save_pretrained(folder / name)
-    words.save_pretrained(folder / "processor")
-    classes = {name: ["diffusers", type(part).__name__] for name, part in pipe.components.items()}
-    classes |= {name: ["transformers", kind] for name, kind in
-                (("text_encoder", "Qwen3VLForConditionalGeneration"), ("processor", "Qwen3VLProcessor"))}  # fmt: skip
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImage21Pipeline", **classes, **index}))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-class Model:
-    """One checkpoint in both libraries."""
-
-    def __init__(self, folder: Path, **index: Any) -> None:
-        self.folder = folder
-        self.theirs = build(folder, **index)
-        self.ours = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
-
-    def noise(self, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-        return initial_noise(SEEDS, (height // 16, width // 16, 16))
-
-    def reference(self, prompts: list[str], latents: np.ndarray, **keywords: Any) -> np.ndarray:
-        """One image at a time: in the reference the padding of a shorter prompt moves its image."""
-        height, width = (16 * side for side in latents.shape[1:3])
-        negatives, images = keywords.pop("negative_prompt", None) or [None] * len(prompts), []
-        for prompt, negative, start in zip(prompts, negatives, latents, strict=True):
-            tokens = torch.from_numpy(np.ascontiguousarray(start.reshape(1, -1, 16)))
-            more = {} if negative is None else {"negative_prompt": negative}
-            with torch.no_grad():
-                result = self.theirs(
-                    prompt, latents=tokens, height=height, width=width, output_type="np", **more, **keywords
-                )
-            images.append(result.images[0])
-        return np.stack(images)
-
-    def draw(self, **keywords: Any) -> canvax.Result:
-        usual = {"latents": self.noise(), "height": HEIGHT, "width": WIDTH, "num_inference_steps": 3, "options": QUIET}
-        return self.ours(keywords.pop("prompt", PROMPTS), **usual | keywords)
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("model") / "qwen")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    return cache(lambda name: Model(name, tmp_path_factory.mktemp("model") / name))
 
 
-TURBO_TIMES = [1.0, 0.93, 0.7, 0.36]
+@pytest.fixture
+def model(models: Callable[[str], Model]) -> Model:
+    return models("qwen")
 
 
-@pytest.fixture(scope="module")
-def turbo(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("model") / "turbo", sample_sigmas=TURBO_TIMES)
-
-
-@pytest.mark.parametrize(("height", "width"), [(64, 96), (128, 32)])
-def test_same_picture(model: Model, height: int, width: int) -> None:
-    """Two prompts of different lengths in one batch, with alpha."""
-    start = model.noise(height, width)
-    want = model.reference(PROMPTS, start, num_inference_steps=5)
-    got = model.draw(latents=start, height=height, width=width, num_inference_steps=5)
-    assert got.pixels.shape == (2, height, width, 4)
-    assert got.images[0].mode == "RGBA"
-    other = model.reference(PROMPTS[::-1], start, num_inference_steps=5)
-    print("qwen", psnr(got.pixels, want), "other prompts", psnr(other, want))
-    assert psnr(got.pixels, want) > 60
-    assert psnr(other, want) < 40
-
-
-def test_same_guided_picture(model: Model) -> None:
-    """An empty negative prompt is a space."""
-    want = model.reference(PROMPTS, model.noise(), negative_prompt=NEGATIVES, num_inference_steps=4, true_cfg_scale=3.0)
-    got = model.draw(negative_prompt=NEGATIVES, num_inference_steps=4, guidance_scale=3.0)
-    assert psnr(got.pixels, want) > 60
-    assert psnr(model.draw(num_inference_steps=4).pixels, want) < 40
-
-
-def test_times_of_turbo(model: Model, turbo: Model) -> None:
+def test_times_of_turbo(models: Callable[[str], Model]) -> None:
     """They are in ``model_index.json``; other numbers of steps have even times."""
-    assert turbo.ours.model.defaults.num_inference_steps == 4
-    assert model.ours.model.defaults.num_inference_steps == 40
-    want = turbo.reference(PROMPTS, turbo.noise())
-    got = turbo.draw(num_inference_steps=None)
-    assert psnr(got.pixels, want) > 60
-    even = turbo.reference(PROMPTS, turbo.noise(), sigmas=[1.0, 0.75, 0.5, 0.25])
-    assert psnr(even, want) < 50
+    turbo, model = models("qwen-turbo"), models("qwen")
+    got = turbo.draw(num_inference_steps=None).pixels
+    assert psnr(got, turbo.reference()) > 60
+    assert psnr(got, turbo.reference(num_inference_steps=4, sigmas=[1.0, 0.75, 0.5, 0.25])) < 50
     np.testing.assert_allclose(turbo.draw().pixels, model.draw().pixels, atol=1e-5)
+
+
+@pytest.mark.parametrize("times", [[1.0, 1.0, 0.5], [0.5, 0.7], [1.5, 0.5], [], [1.0, 0.0], "fast", [1.0, None]])
+def test_times_that_are_none(model: Model, tmp_path: Path, times: Any) -> None:
+    folder = shutil.copytree(model.folder, tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": times}))
+    with pytest.raises(canvax.CheckpointError):
+        canvax.load(folder, mesh=model.ours.mesh)
+
+
+def glass(height: int = 64, width: int = 96) -> Image.Image:
+    """An image that becomes transparent from left to right."""
+    image = picture(height, width)
+    image.putalpha(Image.fromarray(np.tile(np.linspace(255, 0, width).astype(np.uint8), (height, 1))))
+    return image
+
+
+def test_images_with_alpha(model: Model, tmp_path: Path) -> None:
+    """As images of Pillow, arrays and files; ``info`` makes them again."""
+    result = model.draw(prompt="a fox", latents=None, seed=1)
+    assert (result.pixels.shape, result.images[0].mode) == ((1, 64, 96, 4), "RGBA")
+    assert result.pixels[..., 3].std() > 0.01
+    for name in ("np", "jax"):
+        assert model.draw(output_type=name).images.shape == (2, 64, 96, 4)
+    for name in ("a.png", "a.webp"):
+        result.save(tmp_path / name)
+        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(result.images[0]))
+    assert canvax.read_metadata(tmp_path / "a.png")["seed"] == 1
+
+
+def test_from_an_image_with_alpha(model: Model) -> None:
+    """The reference's loop from half noise; an image without alpha is opaque."""
+    vae, noise, sigmas = model.theirs.vae, model.noise(), [0.5, 2 / 6, 1 / 6]
+    mean, deviation = (np.float32(vae.config[name]) for name in ("latents_mean", "latents_std"))
+    mu = model.ours.model.scheduler.schedule.mu_of(24)
+    time = float(np.exp(mu) / (np.exp(mu) + 1 / sigmas[0] - 1))
+    for image in (glass(), picture(64, 96)):
+        pixels = np.asarray(image.convert("RGBA"), np.float32)[None] / 127.5 - 1
+        with torch.no_grad():
+            clean = (nhwc(vae.encode(nchw(pixels)[:, :, None]).latent_dist.mode()[:, :, 0]) - mean) / deviation
+        np.testing.assert_allclose(model.ours.encode_image(image), clean, atol=1e-4)
+        want = model.reference(latents=(1 - time) * clean + time * noise, num_inference_steps=3, sigmas=sigmas)
+        got = model.draw(image=image, strength=0.5, num_inference_steps=6).pixels
+        assert psnr(got, want) > 60
+        other = model.draw(image=on_white(image), strength=0.5, num_inference_steps=6).pixels
+        assert psnr(other, want) < 40 or image.mode == "RGB"
+    request = make_request(model.ours.model, Call("a fox", image=glass()))
+    assert request.init_images is not None
+    assert request.init_images.fingerprints["image"] == [fingerprint(on_white(glass()))]
+
+
+def test_inside_a_mask_with_alpha(model: Model) -> None:
+    """What stays is the image, transparency included, also beside a part that is cut out."""
+    mask = np.zeros((64, 96), np.uint8)
+    mask[:, 64:] = 255
+    for more in ({}, {"padding_mask_crop": 8}, {"mask_fill": "fill"}):
+        options = canvax.Options(progress=False, **more)
+        drawn = model.ours("a fox", image=glass(), mask=mask, strength=0.9, num_inference_steps=2, options=options,
+                           **model.small if more else {}).pixels[0]  # fmt: skip
+        want = np.asarray(glass(), np.float32) / 255
+        np.testing.assert_allclose(drawn[:, :64], want[:, :64], atol=1e-6)
+        assert np.abs(drawn[:, 64:] - want[:, 64:]).mean(axis=(0, 1)).min() > 0.01
+
+
+def test_larger_images_with_alpha(model: Model) -> None:
+    """Second passes, and tiles."""
+    asked: dict[str, Any] = {"seed": 1, "num_inference_steps": 2}
+    for method in ("pixel", "latent"):
+        options = canvax.Options(progress=False, hires=2, hires_method=method)
+        assert model.ours("a fox", height=32, width=32, options=options, **asked).pixels.shape == (1, 64, 64, 4)
+    tiles = Tiles(model.ours.model, glass(), scale=2, overlap=None, seed=1, noise="philox", prompt="")
+    assert tiles[0].image.mode == "RGBA"
+    tiles.add(0, as_floats(tiles[0].image))
+    wanted = glass().resize((192, 128), Image.Resampling.LANCZOS)
+    np.testing.assert_allclose(tiles.pixels(), as_floats(wanted), atol=1e-6)
+
+
+def test_a_refused_image_is_black(model: Model) -> None:
+    """And not transparent."""
+    from canvax.pipelines.safety import SafetyChecker
+
+    class All(SafetyChecker):
+        def flags(self, pixels: Any) -> list[bool]:
+            return [True] * len(pixels)
+
+    result = All(None, {})(model.draw())  # pyright: ignore[reportArgumentType]
+    assert np.asarray(result.images[0])[0, 0].tolist() == [0, 0, 0, 255]

@@ -1,5 +1,4 @@
-"""Qwen-Image-2.1 and Turbo: a language model read before its last normalisation, a causal transformer and an autoencoder
-with alpha (Qwen Team 2026)."""
+"""Qwen-Image-2.1 and Turbo: a language model, a causal transformer and an autoencoder with alpha (Qwen Team 2026)."""
 
 from __future__ import annotations
 

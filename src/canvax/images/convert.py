@@ -71,18 +71,30 @@ def check_equal_sizes(images: Sequence[Image]) -> None:
             )
 
 
-def upright_rgb(image: Image) -> Image:
-    """Convert to 8-bit RGB: apply the EXIF orientation and put transparent parts on white."""
+def upright(image: Image) -> Image:
+    """Convert to 8-bit RGB, or RGBA with an alpha channel: apply the EXIF orientation."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
         grey = np.asarray(image, np.float32) / 257.0
         image = Image.fromarray(np.clip(grey + 0.5, 0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    return image.convert("RGB")
+    return image.convert("RGBA" if image.has_transparency_data else "RGB")
+
+
+def upright_rgb(image: Image) -> Image:
+    """Convert to 8-bit RGB: apply the EXIF orientation and put transparent parts on white."""
+    return on_white(upright(image))
+
+
+def on_white(image: Image) -> Image:
+    """Convert to RGB: put transparent parts on white."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 def upright_mask(image: Image) -> Image:

@@ -542,7 +542,8 @@ class ModelSet:
             served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
         ]
         for name in self._names:
-            self._hash(self._served[name])
+            if name in self._served:
+                self._hash(self._served[name])
 
     def card(self, name: str) -> ModelCard:
         """Return what clients see of a model."""
