@@ -284,18 +284,25 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     assert len(pieces) == QWEN_DROPPED  # as of the released tokenizer
     words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
+    small: dict[str, Any] = {
+        "z_dim": 16, "latents_mean": [0.1 * i - 0.7 for i in range(16)],
+        "latents_std": [1 + 0.1 * i for i in range(16)],
+    }  # fmt: skip
+    large = {"in_channels": 64, "out_channels": 64, "attention_head_dim": 32, "num_attention_heads": 2,
+             "axes_dims_rope": (4, 14, 14)}  # fmt: skip
+    sizes = {} if released else {"base_image_seq_len": 10, "max_image_seq_len": 64}
     parts: dict[str, Any] = {
-        "transformer": qwen_network(),
+        "transformer": qwen_network(**large if released else {}),
         "text_encoder": _qwen3_vl(transformers.Qwen3VLForConditionalGeneration, words, 32, 3, 4),
         "vae": randomise(
             diffusers.AutoencoderKLQwenImage21(
-                base_dim=4, decoder_base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 4, 4], num_res_blocks=1,
-                latents_mean=[0.1 * i - 0.7 for i in range(16)], latents_std=[1 + 0.1 * i for i in range(16)],
+                base_dim=4, decoder_base_dim=8, dim_mult=[1, 2, 2, 4, 4], num_res_blocks=1, **{} if released else small
             ),
             2,
         ),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=10, max_image_seq_len=64
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15,
+            **{"base_image_seq_len": 256, "max_image_seq_len": 4096} | sizes,
         ),
     }  # fmt: skip
     for name, part in parts.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from canvax.errors import CheckpointError
+from canvax.errors import CheckpointError, HintWarning, warn
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
 from canvax.families.language import (
     FLOW,
@@ -38,6 +38,17 @@ CLASSES = {
     "scheduler": (),
 }
 
+TEXT = QWEN3_VL | {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "vision_config": QWEN3_VL["vision_config"] | {
+        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+}  # fmt: skip
+"""Config fields that the arrays of a Qwen3-VL-8B do not determine."""
+
+DISTILLED = Defaults(num_inference_steps=8, guidance_scale=1.0)
+
 QWEN3_VL_8B = DecoderConfig(
     model_type="qwen3_vl_text", hidden_size=4096, intermediate_size=12288, head_dim=128, rope_theta=5e6
 )
@@ -63,6 +74,15 @@ def _networks(transformer: QwenImageConfig, lm: DecoderConfig, vae: QwenAutoenco
 def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
     """Return the scheduler of a config; ``model_index.json`` of Turbo has the times of its steps."""
     scheduler, times = from_scheduler_config(config), files.index.get("sample_sigmas")
+    if times is None and files.index.get("is_distilled"):
+        steps = DISTILLED.num_inference_steps
+        times = [1 - step / steps for step in range(steps)]
+        warn(
+            HintWarning(
+                f"{files}: the times of Turbo's steps are in the folder of its checkpoint and in no file; {steps} even "
+                "ones are used. Load that folder, or give the times in a call: sigmas"
+            )
+        )
     if times is None:
         return scheduler
     falls = isinstance(times, list) and all(isinstance(time, int | float) for time in times)
@@ -102,7 +122,7 @@ QWEN_IMAGE = Family(
     tokenizer=partial(read_chat_tokenizer, template=TEMPLATE, empty=" "),
     classes=CLASSES,
     defaults=Defaults(num_inference_steps=40, guidance_scale=1.0),
-    distilled=Defaults(num_inference_steps=8, guidance_scale=1.0),
+    distilled=DISTILLED,
     is_distilled=_is_turbo,
     scheduler=_scheduler,
     even_times=True,
@@ -110,11 +130,12 @@ QWEN_IMAGE = Family(
         marks=("txt_in.text_norm.", "modulation.1."),
         config=_config,
         configs={
-            FIRST: QWEN3_VL,
+            FIRST: TEXT,
             "vae": {"_class_name": "AutoencoderKLQwenImage21"},
             "scheduler": FLOW | SHIFT_BY_SIZE,
         },
         tokenizer=TOKENIZER,
+        stems=("", "turbo"),
     ),
     unused_options=NO_OPTIONS_OF_SDXL,
     presets={"qwen-image-2.1": _networks(QwenImageConfig(), QWEN3_VL_8B, QwenAutoencoder(QwenVaeConfig()))},

@@ -4,6 +4,7 @@ AutoencoderKL           diffusers: encoder.down_blocks.0. ...; original: [first_
 AutoencoderKLFlux2      as AutoencoderKL, with bn.running_mean
 AutoencoderKLQwenImage  diffusers: decoder.mid_block.resnets.0.norm1.gamma; Wan 2.1:
     decoder.middle.0.residual.0.gamma
+AutoencoderKLQwenImage21  diffusers alone: encoder.down_blocks.0.resnets.0.norm1.gamma
 AutoencoderTiny         diffusers: decoder.layers.0.weight; TAESD: decoder.1.weight, where the clamp has number 0
 """
 
