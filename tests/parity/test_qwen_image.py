@@ -34,12 +34,17 @@ TIMES = np.array([981.0, 303.25], np.float32)
 LENGTHS, ROWS = np.array([19, 33], np.int32), 64
 
 
-def test_network() -> None:
-    """Two images of other sizes and other texts, each as if it were alone."""
-    theirs = qwen_network()
+FULL = {"in_channels": 64, "out_channels": 64, "num_layers": 1, "attention_head_dim": 128, "num_attention_heads": 32,
+        "context_in_dim": 4096, "axes_dims_rope": (16, 56, 56)}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param(FULL, marks=pytest.mark.weekly)], ids=["small", "full size"])
+def test_network(changes: dict[str, Any]) -> None:
+    """Two images of other sizes and other texts, each as if it were alone; and a layer of full size."""
+    theirs = qwen_network(**changes)
     cfg = QwenImageConfig.from_dict(dict(theirs.config))
     params = params_of(stored(theirs), qwen_image_spec(cfg))
-    sizes, x, text = [(4, 6), (6, 4)], normal(2, 24, 16), normal(2, ROWS, 32)
+    sizes, x, text = [(4, 6), (6, 4)], normal(2, 24, cfg.in_channels), normal(2, ROWS, cfg.context_in_dim)
 
     @jax.jit
     def run(params: Any) -> Any:
@@ -47,22 +52,21 @@ def test_network() -> None:
         context = qwen_image_context(params, jnp.asarray(text), jnp.asarray(LENGTHS), width, cfg, tokens=24)
         return qwen_image(params, jnp.asarray(x), jnp.asarray(TIMES), context, cfg)
 
+    def reference(i: int, features: np.ndarray) -> np.ndarray:
+        length = int(LENGTHS[i])
+        slots = torch.arange(length + 24 // 4)[None] >= length
+        with torch.no_grad():
+            drawn = theirs(
+                to_torch(x[i : i + 1]), to_torch(features[i : i + 1, :length]), to_torch(TIMES[i : i + 1] / 1000),
+                img_shapes=[[(1, *sizes[i])]], img_mask=slots,
+            )  # fmt: skip
+        return drawn.sample.numpy()[:, -24:]
+
     got = run(params)
-    for i, (length, size) in enumerate(zip(LENGTHS, sizes, strict=True)):
-        slots = torch.arange(length + 24 // 4)[None] >= int(length)
-        with torch.no_grad():
-            want = theirs(
-                to_torch(x[i : i + 1]), to_torch(text[i : i + 1, :length]), to_torch(TIMES[i : i + 1] / 1000),
-                img_shapes=[[(1, *size)]], img_mask=slots,
-            ).sample.numpy()[:, -24:]  # fmt: skip
-        print("network", relative_error(got[i : i + 1], want))
+    for i in range(2):
+        want = reference(i, text)
         assert relative_error(got[i : i + 1], want) < TOLERANCE
-        with torch.no_grad():
-            other = theirs(
-                to_torch(x[i : i + 1]), to_torch(-text[i : i + 1, :length]), to_torch(TIMES[i : i + 1] / 1000),
-                img_shapes=[[(1, *size)]], img_mask=slots,
-            ).sample.numpy()[:, -24:]  # fmt: skip
-        assert relative_error(other, want) > 0.01
+        assert relative_error(reference(i, -text), want) > 0.01
 
 
 @pytest.fixture(scope="module")
