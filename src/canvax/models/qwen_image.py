@@ -47,7 +47,7 @@ TEMPLATE = SYSTEM + "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 DROPPED = 14
 
-LENGTHS = (64, 128, 256, 512, 1024)
+LENGTHS = (128, 256, 512, 1024)
 """Token lengths that programs are made for."""
 
 THETA = 10000.0
