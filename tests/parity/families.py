@@ -532,7 +532,7 @@ def qwen_factors() -> Factors:
     sizes = {f"transformer_blocks.1.attn.{name}": (64, 64) for name in ("to_q", "to_k", "to_v", "to_out.0")}
     sizes |= {f"transformer_blocks.0.img_mlp.{name}": (192, 64) for name in ("gate_layer", "proj")}
     sizes |= {"transformer_blocks.2.img_mlp.out": (64, 192), "modulation.1": (256, 64), "txt_in.in_layer": (64, 32)}
-    return _factors(sizes, 0.1)
+    return _factors(sizes, 0.1, shared=True)
 
 
 def _krea2_names() -> dict[str, str]:
@@ -692,13 +692,25 @@ def _krea2(**more: Any) -> Record:
     )  # fmt: skip
 
 
+def qwen_original(found: Arrays) -> Arrays:
+    """Likewise."""
+    _stacked(found, "gate_layer.weight", ["gate_layer.weight", "proj.weight"], "gate_up.weight")
+    return found
+
+
+def _qwen_authors(factors: Factors) -> Factors:
+    factors = dict(factors)
+    both = [factors.pop(f"transformer_blocks.0.img_mlp.{name}") for name in ("gate_layer", "proj")]
+    return factors | {"transformer_blocks.0.img_mlp.gate_up": (np.concatenate([up for up, _ in both]), both[0][1])}
+
+
 def _qwen(**more: Any) -> Record:
     return Record(
         title="Qwen-Image", build=build_qwen, open=_open_qwen, factor=16, channels=16, factors=qwen_factors,
-        authors=lambda factors: factors, original=lambda found: found, vae=lambda found: found,
+        authors=_qwen_authors, original=qwen_original, vae=lambda found: found,
         latents=lambda noise: torch.from_numpy(np.ascontiguousarray(noise.reshape(len(noise), -1, 16))),
         files=("qwen_image_2.1_bf16", "qwen3vl_8b_bf16", "qwen_image_2.1_vae"), ask=_qwen_one_by_one,
-        words="processor", size=(64, 96), layer="transformer_blocks.1.img_mlp.proj.weight", **more,
+        words="processor", size=(64, 96), layer="transformer_blocks.1.img_mlp.gate_up.weight", **more,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from canvax.models.text import FIRST, TextEncoders
 from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import numbered
+from canvax.weights.rules import Rule
 
 PROCESSOR = "processor"
 """The folder of the tokenizer."""
@@ -37,6 +38,14 @@ CLASSES = {
     "vae": ("AutoencoderKLQwenImage21",),
     "scheduler": (),
 }
+
+NAMES = (
+    Rule(
+        "transformer_blocks.*.img_mlp.gate_up",
+        ("transformer_blocks.*.img_mlp.gate_layer", "transformer_blocks.*.img_mlp.proj"),
+    ),
+)
+"""Names of the transformer in ComfyUI: those of diffusers, with gate and values of the feed-forward as one array."""
 
 TEXT = QWEN3_VL | {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -126,6 +135,7 @@ QWEN_IMAGE = Family(
     is_distilled=_is_turbo,
     scheduler=_scheduler,
     even_times=True,
+    names=NAMES,
     single_file=SingleFile(
         marks=("txt_in.text_norm.", "modulation.1."),
         config=_config,

@@ -43,7 +43,7 @@ from canvax.types import Array
 SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 
 TEMPLATE = SYSTEM + "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-"""What the language model reads of a prompt. The first ``DROPPED`` of its tokens, those of ``SYSTEM``, are left out."""
+"""Chat template of a prompt. The features of its first ``DROPPED`` tokens, those of ``SYSTEM``, are dropped."""
 
 DROPPED = 14
 
@@ -118,13 +118,13 @@ def qwen_image_spec(cfg: QwenImageConfig) -> Spec:
 
 
 class QwenContext(NamedTuple):
-    """What the transformer reads in each step in addition to the image, the same in all steps.
+    """Inputs of a step besides the image, the same in all steps.
 
     Attributes:
-        keys: of the text in each block, turned by their positions, [B, S, N, Dh] each.
-        values: likewise.
-        rope: positions of the image.
-        lengths: how many tokens of image and text are attended to, int32 [B].
+        keys: keys of the text in each block, after the rotation, [B, S, N, Dh] each.
+        values: values of the text in each block, [B, S, N, Dh] each.
+        rope: rotation of the image's positions.
+        lengths: number of tokens of image and text that are attended to, int32 [B].
     """
 
     keys: tuple[Array, ...]

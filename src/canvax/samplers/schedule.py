@@ -45,7 +45,7 @@ class NoiseSchedule:
     shift_terminal: for flow models, the time before the last step; the times of a run are stretched to end there.
     even_times: for flow models, whether the times of a run of n steps are 1, (n - 1) / n, ... 1 / n before the shift,
     whatever the sampler; else they are as the sampler's class in diffusers places them.
-    run_times: for flow models, the times of a run of as many steps before the shift, in place of even ones.
+    run_times: for flow models, the times before the shift of a run with as many steps; other runs have even times.
     Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v; Lipman et
     al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
     """

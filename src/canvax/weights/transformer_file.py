@@ -3,6 +3,7 @@
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
     Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
+    Qwen-Image [model.diffusion_model.]transformer_blocks.0.img_mlp.gate_up.weight
 
 The file is a safetensors or a GGUF file. Sizes are inferred from shapes. Facts that neither these nor the other parts
 determine are in the family's ``SingleFile``.
