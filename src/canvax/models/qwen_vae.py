@@ -72,6 +72,9 @@ class QwenVaeConfig(Config):
         ]
         if len(self.temperal_downsample) != len(self.dim_mult) - 1:
             faults.append(f"temperal_downsample of {len(self.temperal_downsample)} for {len(self.dim_mult)} levels")
+        for name, widths in (("base_dim", self.widths), ("decoder_base_dim", self.decoder_widths)):
+            if any(wide not in (narrow, 2 * narrow, 4 * narrow) for narrow, wide in pairwise(widths)):
+                faults.append(f"{name} and dim_mult that make levels of {widths} channels")
         if not self.is_residual:
             faults.append("is_residual false")
         if self.in_channels != self.out_channels:
@@ -117,13 +120,17 @@ def qwen_vae_spec(cfg: QwenVaeConfig) -> Spec:
 def average_down(x: Array, channels: int, *, space: int, time: int) -> Array:
     """Rearrange squares of pixels to channels and average groups of them: [B, h, w, C] -> [B, h / s, w / s, channels].
 
-    With ``time`` 2 a frame of zeros comes before the only one.
+    With ``time`` 2 a frame of zeros comes before the only one. No axis is as short as a square's side, which a TPU
+    would pad.
     """
-    batch, height, width, depth = x.shape
-    x = x.reshape(batch, height // space, space, width // space, space, depth).transpose(0, 1, 3, 5, 2, 4)
-    x = x[:, :, :, :, None]
-    x = jnp.pad(x, ((0, 0),) * 4 + ((time - 1, 0), (0, 0), (0, 0)))
-    return x.reshape(batch, height // space, width // space, channels, -1).mean(-1)
+    squares = [x[:, i::space, j::space].astype(jnp.float32) for i in range(space) for j in range(space)]
+    frames, parts = [None] * (len(squares) * (time - 1)) + squares, channels // x.shape[-1]
+    size, total = len(frames) // parts, jnp.zeros((), jnp.float32)
+    for k in range(parts):
+        if group := [square for square in frames[k * size : (k + 1) * size] if square is not None]:
+            between = [(0, 0, 0)] * 3 + [(k, parts - 1 - k, parts - 1)]
+            total = total + jax.lax.pad(sum(group[1:], group[0]) / size, jnp.zeros((), jnp.float32), between)
+    return total.astype(x.dtype)
 
 
 def repeat_up(x: Array, channels: int, *, time: int) -> Array:
@@ -132,9 +139,11 @@ def repeat_up(x: Array, channels: int, *, time: int) -> Array:
     With ``time`` 2 the second of two frames is left.
     """
     batch, height, width, depth = x.shape
-    x = jnp.repeat(x, channels * 4 * time // depth, axis=-1).reshape(batch, height, width, channels, time, 2, 2)
-    x = x[:, :, :, :, -1].transpose(0, 1, 4, 2, 5, 3)
-    return x.reshape(batch, 2 * height, 2 * width, channels)
+    step = depth // channels
+    first = [4 * (time - 1) + pixel for pixel in range(4)]
+    squares = [x[..., begin * step // (4 * time) :: step] for begin in first]
+    rows = [jnp.stack(squares[i : i + 2], axis=3) for i in (0, 2)]
+    return jnp.stack(rows, axis=2).reshape(batch, 2 * height, 2 * width, channels)
 
 
 def _fall(p: Params, images: Array, cfg: QwenVaeConfig) -> Array:

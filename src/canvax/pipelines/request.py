@@ -454,7 +454,14 @@ class InitImages:
 
 
 def check_init_images(
-    image: Any, mask: Any, strength: Any, size: tuple[Any, Any], count: int, factor: int, options: Options, mode: str
+    image: Any,
+    mask: Any,
+    strength: Any,
+    size: tuple[Any, Any],
+    count: int,
+    factor: int,
+    options: Options,
+    mode: str = "RGB",
 ) -> InitImages | None:
     """The image of a call at the size to generate, which is the image's own unless ``size`` says otherwise.
 
