@@ -127,7 +127,7 @@ def storable(image: Image.Image, kind: str) -> Image.Image:
     """Return an image as a file of this format can hold it: for JPEG, put transparent parts on white."""
     if kind != "JPEG" or not image.has_transparency_data:
         return image
-    if image.convert("RGBA").getchannel("A").getextrema()[0] < 255:
+    if any(image.convert("RGBA").getchannel("A").histogram()[:255]):
         warn(HintWarning("a JPEG has no transparency: transparent parts are on white; use PNG or WebP to keep them"))
     return on_white(image)
 
