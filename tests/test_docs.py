@@ -16,6 +16,7 @@ from test_reference import commands
 
 import canvax
 from canvax.cli import main
+from canvax.samplers import build_table, from_scheduler_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -65,6 +66,13 @@ def test_under_the_pipeline(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(names["images"], want.pixels, atol=1e-3)
     assert float(names["along"]) == pytest.approx(float((names["slope"] ** 2).sum()), rel=1e-3)
     assert names["result"].latents.shape == (1, 8, 8, 32)
+
+
+def test_the_solver_of_the_page_is_ddim() -> None:
+    scheduler = from_scheduler_config({"_class_name": "DDIMScheduler", "timestep_spacing": "trailing"})
+    tables: dict[str, Any] = {"pipe": lambda *_, sampler, **__: build_table(scheduler, 20, sampler=sampler)}
+    exec(blocks(ROOT / "docs" / "samplers.md")[-1], tables)
+    np.testing.assert_allclose(tables["result"].M, build_table(scheduler, 20, sampler="DDIM").M, atol=1e-12)
 
 
 def test_the_page_of_a_new_family() -> None:

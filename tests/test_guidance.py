@@ -270,3 +270,31 @@ def test_rules_that_are_refused(members: dict[str, Any], settings: dict[str, Any
     with pytest.raises(canvax.InputError) as caught:
         canvax.Options(guidance_method=Away(), reuse=2)
     assert caught.value.argument == "reuse"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda negative, conditional, scale: conditional[..., :1],
+        lambda negative, conditional, scale: 0.0,
+        SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(2)),
+        SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(1) * seen.column("gone")),
+    ],
+)
+def test_what_a_rule_must_return(emoji: canvax.Pipeline, rule: Any) -> None:
+    with pytest.raises(canvax.InputError) as caught:
+        emoji("a red apple", guidance=rule, num_inference_steps=1, height=64, width=64, progress=False)
+    assert caught.value.argument == "guidance_method"
+
+
+def test_an_image_of_a_rule_again(emoji: canvax.Pipeline) -> None:
+    """The rule is given anew, under either of its names; the scale is that of the image."""
+
+    def rule(negative: Any, conditional: Any, scale: Any) -> Any:
+        return negative + scale[:, None, None, None] * (conditional - negative)
+
+    size: dict[str, Any] = {"height": 64, "width": 64, "progress": False}
+    made = emoji("a red apple", guidance=rule, guidance_scale=6.0, num_inference_steps=2, seed=7, **size)
+    for name in ("guidance", "guidance_method"):
+        again: Any = emoji.again(made.metadata[0], **{name: rule}, progress=False)
+        np.testing.assert_array_equal(again.latents, made.latents)

@@ -488,3 +488,36 @@ def test_an_edited_network_in_a_second_process(tmp_path: Path) -> None:
         for gain in ("1", "5")
     ]
     assert printed[0] != printed[1]
+
+
+def test_what_a_wrapper_does_not_hand_on_is_refused() -> None:
+    """Its ``apply`` has no place for extras, so perturbed attention and reused features are not offered."""
+    emoji = canvax.load("emoji", progress=False)
+    louder = emoji.with_denoiser(Louder(emoji.model.networks.denoiser))
+    for name, value in {"reuse": 2, "pag_scale": 3.0}.items():
+        with pytest.raises(canvax.InputError) as caught:
+            draw(louder, options=canvax.Options(**{name: value}), height=64, width=64)
+        assert caught.value.argument in (name, "denoiser", "guidance_method")
+
+
+@dataclass(frozen=True)
+class OfRoles(Mlp):
+    """A network that reads the role of a sample."""
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
+        hidden, role = prepared
+        output, memory = Mlp.apply(self, p, x, row, hidden, memory)
+        return output * role[:, None, None, None], memory
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
+        return Mlp.prepare(self, p, conditions, latents), conditions["role"].astype(jnp.float32)
+
+
+def test_the_role_of_samples_in_loops_of_ones_own(pipe: canvax.Pipeline) -> None:
+    """The prompt's, or what the conditions say."""
+    mine, latents = pipe.with_denoiser(OfRoles()), jnp.ones((1, 8, 8, CHANNELS))
+    conditions = mine.encode("a fox")
+    plain = pipe.denoiser(latents, 500.0, conditions)
+    np.testing.assert_allclose(mine.denoiser(latents, 500.0, conditions), PROMPT * plain, atol=1e-6)
+    roles: Any = {**conditions, "role": jnp.full(1, 3, jnp.int32)}
+    np.testing.assert_allclose(mine.denoiser(latents, 500.0, roles), 3 * plain, atol=1e-6)

@@ -988,6 +988,38 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
 
 
 @browser_only
+def test_controlnets_of_the_folder(site: Site) -> None:
+    """Beside those of the start; those of another family are listed and cannot be chosen."""
+    page = site.page
+    alien = ControlCard("alien", fault="alien is for Stable Diffusion XL")
+    site.stub.card["controlnets"] = (alien,)
+    site.open()
+    assert page.locator("#control").is_hidden()
+    site.stub.controls = NETS
+    site.stub.card["controlnets"] = (ControlCard("depth"), ControlCard("edges"), alien)
+    site.open()
+    page.click("#control summary")
+    assert page.locator("#control-network option").all_inner_texts()[:3] == ["edges", "all", "depth"]
+    assert page.locator("#control-network option:disabled").get_attribute("value") == "alien"
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    page.wait_for_selector("#control-remove", state="visible")
+    page.select_option("#control-network", "depth")
+    site.draw("a red apple")
+    body = site.stub.bodies[0]
+    assert body["controlnet"] == "depth"
+    assert decoded(body["control"]).size == (64, 64)
+    page.select_option("#control-network", "edges")
+    site.draw("a red apple")
+    assert "controlnet" not in site.stub.bodies[1]
+    assert [shown is None for shown in site.stub.bodies[1]["control"]] == [False, True]
+    site.open()
+    page.locator(".tile .open").nth(1).click()
+    page.click("#viewer-actions >> text=Restore settings")
+    page.wait_for_selector("#control-remove", state="visible")
+    assert page.input_value("#control-network") == "depth"
+
+
+@browser_only
 def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     page = site.page
     assert page.locator("#control").is_hidden()

@@ -21,7 +21,6 @@ import canvax
 from canvax.cli.arguments import parse
 from canvax.cli.loading import load_of, load_with
 from canvax.compile.monitor import counting
-from canvax.images.metadata import metadata_in
 from canvax.scale.serve import Images, ServeArgs
 from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.control import cards, publicly
@@ -35,7 +34,7 @@ from canvax.server.work import check
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import adapter, controlnet, union
 from tests.support.ip_adapter_files import encoder, ip_adapter
-from tests.support.serving import generating
+from tests.support.serving import asked, by_job
 from tests.support.small_checkpoint import UNET, write_small_checkpoint
 from tests.support.small_sdxl import build
 
@@ -79,22 +78,13 @@ def pipe(root: Path) -> canvax.Pipeline:
 @pytest.fixture(scope="module")
 def server(pipe: canvax.Pipeline) -> Iterator[tuple[httpx.Client, ImageEngine]]:
     settings = EngineSettings(warm=(Warm(None, (1, 4)),))
-    with (
-        generating(settings, load=lambda name: pipe) as (base, engine),
-        httpx.Client(base_url=base, timeout=120) as client,
-    ):
-        yield client, engine
+    with asked(settings, load=lambda name: pipe) as server:
+        yield server
 
 
 def drawn(client: httpx.Client, **more: Any) -> tuple[np.ndarray, dict[str, Any]]:
     """An image of canvax's own API, and its metadata."""
-    answer = client.post("/api/jobs", json=BODY | more)
-    assert answer.status_code == 202, answer.text
-    job = answer.json()
-    with client.stream("GET", f"/api/jobs/{job['id']}/events") as events:
-        assert any("event: done" in line for line in events.iter_lines()), client.get(f"/api/jobs/{job['id']}").text
-    data = client.get(f"/api/jobs/{job['id']}/images/0").content
-    return np.asarray(Image.open(io.BytesIO(data)), np.int16), metadata_in(io.BytesIO(data), Path("it"))
+    return by_job(client, BODY | more)
 
 
 ONE, TWO = picture(1), picture(2)
@@ -193,11 +183,7 @@ def test_types_adapters_and_several_prompts(tmp_path: Path) -> None:
     ]  # fmt: skip
     adapters = AdapterSettings(tmp_path / "loras", places=1)
     settings = EngineSettings(warm=(Warm((64, 64), (1, 2)),), adapters=adapters, compile_on_demand=True)
-    with (
-        generating(settings, load=lambda name: pipe) as (url, engine),
-        httpx.Client(base_url=url, timeout=300) as client,
-        ThreadPoolExecutor(4) as pool,
-    ):
+    with asked(settings, load=lambda name: pipe) as (client, engine), ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda one: drawn(client, **one[0]), calls))
         assert len(engine._models.groups()) == 2  # several image prompts of one adapter have programs of their own
         told = client.get("/api/models").json()["models"][0]["controls"][0]
@@ -246,7 +232,7 @@ def test_the_size_is_that_of_the_control_image(server: tuple[httpx.Client, Image
         ({"control": [b64(ONE), None], "control_scale": 99}, "control_scale", "is not a number in -10..10"),
         ({"control": [b64(ONE), None], "control_scale": [1, 1, 1]}, "control_scale", "3 entries for 2 networks"),
         ({"control": [b64(ONE), None], "control_start": 0.5, "control_end": 0.5}, "control_start", "is not before"),
-        ({"control_scale": 0.5}, "control_scale", "a control image"),
+        ({"control_scale": 0.5}, "control_scale", "needs control"),
         ({"control": [b64(ONE), None], "image": b64(ONE), "upscale": 2}, "control", "does not go with upscale"),
         ({"control": True}, "control", "is for upscale"),
         ({"control": [b64(ONE), None], "image": b64(ONE), "mask": b64(left()), "options": {"padding_mask_crop": 4}},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +12,12 @@ import httpx2 as httpx
 import jax
 import numpy as np
 import pytest
-from PIL import Image
 
 import canvax
 from canvax.cli import main
 from canvax.compile.monitor import counting
 from canvax.errors import CheckpointError, InputError
-from canvax.images.metadata import metadata_in, read_metadata
+from canvax.images.metadata import read_metadata
 from canvax.server.embedding_cache import EmbeddingCache, reading
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest
@@ -28,7 +25,7 @@ from canvax.server.models import ServedModel, Warm
 from canvax.weights.data_folder import embedding_files, using
 from canvax.weights.embeddings import read_word
 from tests.support.adapter_files import Draw, write
-from tests.support.serving import generating
+from tests.support.serving import asked, by_a1111
 
 BODY = {"prompt": "a red apple", "seed": 3, "steps": 3}
 WIDTH = 160
@@ -56,19 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[tuple[httpx.Client, ImageEngine]]:
-    with (
-        generating(EngineSettings(warm=(Warm(None, (1, 4)),))) as (base, engine),
-        httpx.Client(base_url=base, timeout=120) as client,
-    ):
-        yield client, engine
+    with asked(EngineSettings(warm=(Warm(None, (1, 4)),))) as server:
+        yield server
 
 
 def drawn(client: httpx.Client, **more: Any) -> tuple[np.ndarray, dict[str, Any]]:
     """An image of A1111's API and its metadata."""
-    answer = client.post("/sdapi/v1/txt2img", json=BODY | more)
-    assert answer.status_code == 200, answer.text
-    data = base64.b64decode(answer.json()["images"][0])
-    return np.asarray(Image.open(io.BytesIO(data)), np.int16), metadata_in(io.BytesIO(data), Path("it"))
+    return by_a1111(client, BODY | more)
 
 
 def test_files_have_the_names_of_prompts(folder: Path) -> None:

@@ -45,6 +45,7 @@ FULL = JobRequest(
     options={"variation_seed": 5, "variation_strength": 0.1, "prompt_syntax": "a1111"}, lenient=True, format="webp",
     quality=81, previews=4, metadata=False, client="team", once="again-1", seconds=12.5,
     vae="soft",
+    controlnet=["edges", "depth"],
 )  # fmt: skip
 """No field has its default."""
 

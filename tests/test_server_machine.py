@@ -34,6 +34,7 @@ from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import ServedModel
+from canvax.server.part_cache import PLAIN
 from canvax.server.work import Beside, GroupKey, Item, Stage
 
 MODELS = ("a", "b", "c")
@@ -123,7 +124,7 @@ class World:
 
 
 WORLD = World()
-FILES = SimpleNamespace(index={}, configs={})
+FILES = SimpleNamespace(index={}, configs={}, path=Path("nowhere"))
 CLOCK = SimpleNamespace(**dict.fromkeys(("monotonic", "perf_counter", "time"), lambda: WORLD.now))
 
 
@@ -241,9 +242,11 @@ class StubServed(ServedModel):
         model.text = SimpleNamespace(names=())
         self.name, self.params, self.model, self.on_request = name, {} if weights else None, model, not weights
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
-        self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
+        self.safety_checker, self.sha256, self.shelf, self._load = None, "", StubShelf(), load  # type: ignore[assignment]
         self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]
-        self.embeddings, self.vaes = SimpleNamespace(summary=str), SimpleNamespace(take_off=lambda: None)  # type: ignore[assignment]
+        self.embeddings = SimpleNamespace(summary=str)  # type: ignore[assignment]
+        self.vaes = self.controlnets = SimpleNamespace(held={}, bytes=0, take_off=lambda: None)  # type: ignore[assignment]
+        self._varied = {PLAIN: SimpleNamespace(model=model)}  # type: ignore[dict-item]
 
     def check(self, ask: JobRequest) -> Any:
         return StubChecked(ask, self.name, self.model, self.shelf)
@@ -262,7 +265,8 @@ class StubServed(ServedModel):
 
     def time(self, *_: Any) -> None: ...
 
-    def card(self, *_: Any, **options: Any) -> Any: ...
+    def card(self, *_: Any, **options: Any) -> Any:
+        return SimpleNamespace(id=self.name, size=(SIZES[0], SIZES[0]))
 
 
 class StubItem(Item):

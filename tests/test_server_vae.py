@@ -19,15 +19,14 @@ from safetensors.numpy import load_file, save_file
 import canvax
 from canvax.compile.monitor import counting
 from canvax.images.infotext import from_infotext, settings_left
-from canvax.images.metadata import metadata_in
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Rejected
 from canvax.server.jobs_api import as_job
 from canvax.server.models import Warm
-from canvax.server.vae_cache import KEPT, VaeCache
+from canvax.server.part_cache import KEPT, vae_cache
 from canvax.weights.data_folder import using, vae_files
 from canvax.weights.location import BUNDLED
-from tests.support.serving import generating
+from tests.support.serving import asked, by_a1111
 
 BODY = {"prompt": "a red apple", "seed": 3, "steps": 3}
 NAMES = ("soft", "hard", "odd")
@@ -52,20 +51,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_folder: Path) -> Iter
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[tuple[httpx.Client, ImageEngine]]:
-    with (
-        generating(EngineSettings(warm=(Warm(None, (1, 4)),))) as (base, engine),
-        httpx.Client(base_url=base, timeout=120) as client,
-    ):
-        yield client, engine
+    with asked(EngineSettings(warm=(Warm(None, (1, 4)),))) as server:
+        yield server
 
 
 def drawn(client: httpx.Client, vae: str | None = None, path: str = "txt2img", **more: Any) -> tuple[np.ndarray, Any]:
     """An image of A1111's API and its metadata."""
     settings = {"override_settings": {"sd_vae": vae}} if vae else {}
-    answer = client.post(f"/sdapi/v1/{path}", json=BODY | settings | more)
-    assert answer.status_code == 200, answer.text
-    data = base64.b64decode(answer.json()["images"][0])
-    return np.asarray(Image.open(io.BytesIO(data)), np.int16), metadata_in(io.BytesIO(data), Path("it"))
+    return by_a1111(client, BODY | settings | more, path)
 
 
 def test_each_request_has_its_own(server: tuple[httpx.Client, ImageEngine], folder: Path) -> None:
@@ -114,12 +107,12 @@ def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> No
 
 def test_few_stay_on_the_devices(folder: Path, small_folder: Path) -> None:
     pipe = canvax.load("emoji", progress=False)
-    cache = VaeCache(pipe.model, pipe.mesh, vae_files())
-    first = cache.weights("soft")
+    cache = vae_cache(pipe.model, pipe.mesh, vae_files())
+    first = cache.weights("soft", pipe.params)
     for name in NAMES:
-        cache.weights(name)
-        assert len(cache._held) <= KEPT
-    assert cache.weights("soft") is not first
+        cache.weights(name, pipe.params)
+        assert len(cache.held) <= KEPT
+    assert cache.weights("soft", pipe.params) is not first
     with pytest.raises(Rejected):
         cache.find("gone")
 
@@ -130,7 +123,7 @@ def test_a_file_alone_fits(small_folder: Path, tmp_path: Path) -> None:
     shutil.copy(small_folder / "vae" / WEIGHTS, tmp_path / "models/VAE/vae-ft-mse.safetensors")
     pipe = canvax.load(small_folder, progress=False)
     with using(str(tmp_path)):
-        cache = VaeCache(pipe.model, pipe.mesh, vae_files())
+        cache = vae_cache(pipe.model, pipe.mesh, vae_files())
     assert cache.names == {"vae-ft-mse": ""}
     assert cache.find("VAE-ft-mse.ckpt") == "vae-ft-mse"
 

@@ -145,7 +145,6 @@ def test_all_that_is_finished_is_decoded_before_more_rows(monkeypatch: pytest.Mo
         return decode(group, latents, vae)
 
     with started(warm=(Warm(None, (4,)),)) as (engine, _):
-        monkeypatch.setattr(Group, "decodes", 1)
         monkeypatch.setattr(Group, "step", stepped)
         monkeypatch.setattr(Group, "decode", decoded)
         ended([engine.submit(JobRequest("a dog face", steps=2, n=4, seed=i)) for i in range(5)])

@@ -280,6 +280,8 @@ def keywords() -> str:
     types = keyword_only | options | {name: call[name].annotation for name in first[1:3]}
     others = {name: (types[one.becomes], f"the same as {one.becomes}: {helps[one.becomes]}")
               for name, one in CALL.items() if one.becomes}  # fmt: skip
+    others["guidance"] = (f"{types['guidance_scale']} | {types['guidance_method']}",
+                          f"{others['guidance'][1]}; a rule, a function or a name is guidance_method")  # fmt: skip
     of_load = {name: (load[one.becomes].annotation, f"the same as {one.becomes}")
                for name, one in LOAD.items() if one.becomes}  # fmt: skip
     for name, values in HARMLESS.items():

@@ -7,7 +7,7 @@ makes a pipeline of them. The layers are in ``canvax.nn``.
 from canvax.families.base import Defaults, Family, Model, SizeConditions
 from canvax.guidance import Guidance
 from canvax.models.decode import Autoencoder
-from canvax.models.denoiser import Denoiser, DenoiserWrapper, Facts, Inputs, Packing, Row
+from canvax.models.denoiser import Denoiser, DenoiserWrapper, Extras, Facts, Inputs, Packing, Row
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
 from canvax.params import Param, Params, Spec, init_params
@@ -21,6 +21,7 @@ __all__ = [
     "Defaults",
     "Denoiser",
     "DenoiserWrapper",
+    "Extras",
     "Facts",
     "Family",
     "Guidance",

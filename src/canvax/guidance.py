@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.call import GuidanceFunction, takes_row
-from canvax.errors import InputError
+from canvax.errors import InputError, shown
 from canvax.models.denoiser import NEGATIVE, PERTURBED, PROMPT
 from canvax.types import Array, HostArray
 
@@ -83,7 +83,14 @@ class Evaluated:
     further: Array | float = 0.0
 
     def output(self, role: int) -> Array:
-        """Return the network's output for a role [B, h, w, C]."""
+        """Return the network's output for a role [B, h, w, C].
+
+        Raises:
+            InputError: the samples of the rule have no such role.
+        """
+        if role not in self.outputs:
+            known = ", ".join(map(str, self.outputs))
+            raise InputError("guidance_method", f"reads the role {role}, and its samples have {known}")
         return self.outputs[role][0]
 
     def image(self, role: int) -> Array:
@@ -99,8 +106,14 @@ class Evaluated:
         return image + per_image(self.row["q"]) * self.further
 
     def column(self, name: str) -> Array:
-        """Return a number of the rule or of the row, [B, ...]."""
+        """Return a number of the rule or of the row, [B, ...].
+
+        Raises:
+            InputError: neither has it.
+        """
         own = _COLUMN.format(name)
+        if not {own, name} & self.row.keys():
+            raise InputError("guidance_method", f"reads the number {name!r}, which is not among its columns")
         return self.row[own if own in self.row else name]
 
 
@@ -190,7 +203,7 @@ class OfFunction:
     def denoised(self, seen: Evaluated) -> Array:
         row = {"row": {name: seen.row[name] for name in OF_ROW}} if takes_row(self.function) else {}
         images = seen.image(NEGATIVE), seen.image(PROMPT)
-        return seen.moved(self.function(*images, seen.column("guidance"), **row))
+        return seen.moved(_checked(self.function(*images, seen.column("guidance"), **row), seen, self.function))
 
 
 @dataclass(frozen=True)
@@ -214,7 +227,10 @@ class Own:
                 "guidance_method", "has no columns by name", cure="write {'strength': Number(1.0)}", value=self.rule
             )
         whole = isinstance(samples, tuple) and all(isinstance(role, int) and role >= 0 for role in samples)
-        if not whole or PROMPT not in samples or len({*samples}) < len(samples):
+        if not whole:
+            problem = f"has samples={samples!r}, which is not a tuple of roles, whole numbers from 0 on"
+            raise InputError("guidance_method", problem, cure="write (NEGATIVE, PROMPT)", value=self.rule)
+        if PROMPT not in samples or len({*samples}) < len(samples):
             problem = f"has samples={samples!r}, which are not different roles, PROMPT among them"
             raise InputError("guidance_method", problem, cure="write (NEGATIVE, PROMPT)", value=self.rule)
 
@@ -227,7 +243,19 @@ class Own:
         return self.rule.samples
 
     def denoised(self, seen: Evaluated) -> Array:
-        return seen.moved(self.rule.denoised(replace(seen, further=0.0)))
+        return seen.moved(_checked(self.rule.denoised(replace(seen, further=0.0)), seen, self.rule))
+
+
+def _checked(image: Any, seen: Evaluated, rule: Any) -> Array:
+    """Return what code of the user made.
+
+    Raises:
+        InputError: it is not one denoised image for each of the batch.
+    """
+    if np.shape(image) != seen.x.shape:
+        problem = f"returned {shown(image)} of shape {list(np.shape(image))}, not an image {list(seen.x.shape)}"
+        raise InputError("guidance_method", problem, cure="return [B, h, w, C]", value=rule)
+    return jnp.asarray(image, jnp.float32)
 
 
 @dataclass(frozen=True)

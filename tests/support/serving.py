@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
+import numpy as np
 import uvicorn
+from PIL import Image
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import canvax
+from canvax.images.metadata import metadata_in
 from canvax.server.app import Settings, create_app
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import State
@@ -98,3 +105,31 @@ def generating(
             yield base, engine
     finally:
         engine.close()
+
+
+@contextmanager
+def asked(*arguments: Any, **named: Any) -> Iterator[tuple[httpx.Client, ImageEngine]]:
+    """A client of the server that ``generating`` starts, and its engine."""
+    with generating(*arguments, **named) as (base, engine), httpx.Client(base_url=base, timeout=300) as client:
+        yield client, engine
+
+
+def by_job(client: httpx.Client, body: dict[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
+    """An image of canvax's API, and its metadata."""
+    answer = client.post("/api/jobs", json=body)
+    assert answer.status_code == 202, answer.text
+    job = answer.json()
+    with client.stream("GET", f"/api/jobs/{job['id']}/events") as events:
+        assert any("event: done" in line for line in events.iter_lines()), client.get(f"/api/jobs/{job['id']}").text
+    return _seen(client.get(f"/api/jobs/{job['id']}/images/0").content)
+
+
+def by_a1111(client: httpx.Client, body: dict[str, Any], path: str = "txt2img") -> tuple[np.ndarray, dict[str, Any]]:
+    """An image of A1111's API, and its metadata."""
+    answer = client.post(f"/sdapi/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    return _seen(base64.b64decode(answer.json()["images"][0]))
+
+
+def _seen(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
+    return np.asarray(Image.open(io.BytesIO(data)), np.int16), metadata_in(io.BytesIO(data), Path("it"))

@@ -7,6 +7,7 @@ part of a compiled program's key. A call extends the network by a wrapper: a Con
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -236,13 +237,14 @@ def evaluate(denoiser: Denoiser, p: Params, latents: Array, timestep: Array, con
         p: its parameters.
         latents: scaled noisy latents [B, h, w, C].
         timestep: [B].
-        conditions: [B, ...] each, without ``COLUMNS``.
+        conditions: [B, ...] each, without ``COLUMNS``; without ``role`` all are samples of the prompt.
 
     Returns:
         The network's output [B, h, w, C].
     """
     packing, (batch, height, width, _) = denoiser.facts.packing, latents.shape
     sizes = {name: jnp.full(batch, number, jnp.int32) for name, number in packing.sizes(width).items()}
+    sizes |= {} if "role" in conditions else {"role": jnp.full(batch, PROMPT, jnp.int32)}
     x = packing.pack(latents)
     prepared = denoiser.prepare(p, {**conditions, **sizes}, x.shape)
     output, _ = denoiser.apply(p, x, {"timestep": timestep}, prepared, None)
@@ -321,6 +323,10 @@ class UNetDenoiser(Reusable):
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 
 
+_ARGUMENTS_OF_APPLY = 6
+"""self, p, x, row, prepared and memory; what follows are ``Extras``."""
+
+
 def _of_base(name: str) -> Any:
     return property(lambda self: getattr(self.base, name))
 
@@ -338,8 +344,15 @@ class DenoiserWrapper:
 
     base: Any
     needs: ClassVar[str] = ""
-    component, spec, facts = _of_base("component"), _of_base("spec"), _of_base("facts")
+    component, spec = _of_base("component"), _of_base("spec")
     inputs, prepare, apply = _of_base("inputs"), _of_base("prepare"), _of_base("apply")
+
+    @property
+    def facts(self) -> Facts:
+        """Those of the wrapped denoiser, without extras that an ``apply`` of the wrapper has no parameter for."""
+        facts, apply = self.base.facts, vars(type(self)).get("apply")
+        takes = apply is None or len(inspect.signature(apply).parameters) > _ARGUMENTS_OF_APPLY
+        return facts if takes or not facts.offers else replace(facts, offers=())
 
     def __post_init__(self) -> None:
         if self.needs and self.needs not in self.base.facts.offers:

@@ -197,7 +197,7 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
     loop = networks.packing.shape(networks.latent_shape(count, *model.native_size))
     shapes = {**text, **networks.denoiser.inputs(loop, text, jnp.dtype).conditions}
-    if unknown := sorted(map(repr, conditions.keys() - shapes.keys())):
+    if unknown := sorted(map(repr, conditions.keys() - {*shapes, "role"})):
         raise InputError("conditions", f"has {', '.join(unknown)}, which {model.name} does not read", cure=cure)
     for name, leaf in shapes.items():
         if name not in conditions:

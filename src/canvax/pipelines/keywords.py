@@ -169,9 +169,9 @@ class ForeignFields(OptionFields, total=False):
     cfg_scale: float | None
     """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program."""
-    guidance: float | None
+    guidance: float | None | GuidanceFunction | GuidanceMethod
     """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
-    guidance off, which halves the work and is another program."""
+    guidance off, which halves the work and is another program; a rule, a function or a name is guidance_method."""
     n: int
     """The same as num_images_per_prompt: images for each prompt."""
     num_images: int

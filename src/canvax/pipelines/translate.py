@@ -75,7 +75,7 @@ def translate_call(
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
         raise InputError(min(recorded), problem, cure="write pipe.again(metadata), also with keywords to change")
-    if isinstance(rule := others.get("guidance"), str) or callable(rule) or hasattr(rule, "denoised"):
+    if _is_rule(rule := others.get("guidance")):
         if "guidance_method" in others:
             raise InputError("guidance and guidance_method are one argument; give it once")
         others = {name: value for name, value in others.items() if name != "guidance"} | {"guidance_method": rule}
@@ -148,9 +148,16 @@ _REPLACES = {
 """Arguments of diffusers that decide arguments and options of other names."""
 
 
+def _is_rule(guidance: Any) -> bool:
+    """Return whether ``guidance`` is a rule, a function or the name of one, not a scale."""
+    return isinstance(guidance, str) or callable(guidance) or hasattr(guidance, "denoised")
+
+
 def decided(keywords: Mapping[str, Any]) -> set[str]:
     """Return the arguments and options, under canvax's names, that keywords of a call decide."""
     names = {GIVEN[name].becomes or name if name in GIVEN else name for name in keywords}
+    if _is_rule(keywords.get("guidance")):
+        names = names - ({"guidance_scale"} - {*keywords}) | {"guidance_method"}
     names |= {other for name in names & _REPLACES.keys() for other in _REPLACES[name]}
     return names | check_options(keywords.get("options")).changed_names()
 

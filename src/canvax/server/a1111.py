@@ -27,6 +27,7 @@ from canvax.call import MAX_SIDE
 from canvax.errors import InputError, shown
 from canvax.images.formats import INFOTEXT, texts_of_exif
 from canvax.images.infotext import parts_of, to_infotext
+from canvax.images.maps import control_map
 from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.curve_names import CURVES
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
@@ -47,8 +48,9 @@ from canvax.server.answers import (
     without_none,
 )
 from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
-from canvax.server.images_in import MOST_PIXELS, bytes_of_text, colours, image_of_text, white_mask
+from canvax.server.images_in import MOST_PIXELS, Pixels, bytes_of_text, colours, image_of_text, white_mask
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
+from canvax.server.part_cache import CONTROLNET
 from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, MOST_IMAGES
 from canvax.weights.data_folder import stem_of
@@ -65,6 +67,9 @@ _FIELDS = {
     "seed_size": "seed_resize_from_h",
     "padding_mask_crop": "inpaint_full_res_padding",
     "vae": "sd_vae",
+    "control_scale": "weight",
+    "control_start": "guidance_start",
+    "control_end": "guidance_end",
 }
 """What an argument of ``JobRequest`` is called here."""
 _RESIZES = {
@@ -106,6 +111,19 @@ _UPSCALERS = ("", "none", "latent", "latent (nearest-exact)", "latent (bicubic)"
 _SAME = ("", "use same sampler")
 _ENLARGED = 0.3
 """How much of an enlarged image is generated anew: detail, and no other things."""
+_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "canny": ("canny", ("low", "high")),
+    "invert": ("invert", ()),
+    "invert (from white bg & black line)": ("invert", ()),
+    "threshold": ("threshold", ("at",)),
+    "blur_gaussian": ("blur", ("radius",)),
+}
+"""Preprocessors of the ControlNet extension: the map that each makes, and what its thresholds are called here."""
+_CONTROL_MODES = {
+    "0": "balanced", "balanced": "balanced", "1": "prompt", "my prompt is more important": "prompt", "2": "control",
+    "controlnet is more important": "control",
+}  # fmt: skip
+_STRETCHES, _CROPS = ("0", "just resize"), ("1", "crop and resize")
 _PLAIN_VAES = ("", "automatic", "none")
 _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
 
@@ -119,6 +137,29 @@ class Script(Struct):
     """The arguments of an extension."""
 
     args: Any = None
+
+
+class ControlUnit(Struct, kw_only=True):
+    """A unit of the ControlNet extension: what is read of its fields."""
+
+    enabled: bool = True
+    image: str | dict[str, Any] | None = None
+    input_image: str | None = None
+    model: Name = ""
+    module: Name = "none"
+    weight: float = 1.0
+    guidance_start: Fraction = 0.0
+    guidance_end: Fraction = 1.0
+    control_mode: int | Name = 0
+    resize_mode: int | Name = 1
+    union_control_type: Name = ""
+    threshold_a: float | None = None
+    threshold_b: float | None = None
+    # refused where they ask for something
+    mask: Any = None
+    mask_image: Any = None
+    effective_region_mask: Any = None
+    advanced_weighting: Any = None
 
 
 class TextToImage(Struct, kw_only=True):
@@ -212,7 +253,7 @@ class ImageInfo(Struct):
     image: Annotated[str, Meta(min_length=1)]
 
 
-PREFIXES = ("/sdapi/",)
+PREFIXES = ("/sdapi/", "/controlnet/")
 
 
 def _not_served(name: str) -> Rejected:
@@ -371,6 +412,12 @@ class _Session:
         names = [name for name, fault in self.card(client_of(request)).vaes.items() if not fault]
         return json_answer([{"model_name": name, "filename": name} for name in names])
 
+    async def controlnets(self, request: Request) -> Response:
+        """The networks of the start, and those of the folder of models that a unit may name."""
+        card = self.card(client_of(request))
+        names = [net.name for net in (*card.controls, *card.controlnets) if not net.fault]
+        return json_answer({"model_list": list(dict.fromkeys(names))})
+
     async def adapters(self, request: Request) -> Response:
         cards = await reading(self.engine.adapters, self.card(client_of(request)).id)
         listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
@@ -424,8 +471,14 @@ def routes(engine: Engine) -> list[ApiPath]:
         "refresh-embeddings": Operation(session.refresh_embeddings, "Look for new embeddings."),
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
     }
+    modules = _always({"module_list": ["none", *_MODULES]})
+    controlnets = {
+        "model_list": Operation(session.controlnets, f"ControlNets that requests may name, {read}"),
+        "module_list": Operation(modules, f"Ways to prepare a control image, {read}"),
+    }
     paths = [ApiPath(f"/sdapi/v1/{name}", error, POST=operation) for name, operation in posts.items()]
-    return paths + [ApiPath(f"/sdapi/v1/{name}", error, GET=operation) for name, operation in gets.items()]
+    paths += [ApiPath(f"/sdapi/v1/{name}", error, GET=operation) for name, operation in gets.items()]
+    return paths + [ApiPath(f"/controlnet/{name}", error, GET=operation) for name, operation in controlnets.items()]
 
 
 def error(refused: Rejected, request_id: str) -> Response:
@@ -573,6 +626,8 @@ def request_of(body: TextToImage, card: ModelCard, client: str, vae: str | None 
         if "editing" in card.tasks and mask is None and body.denoising_strength in (None, 1):
             strength = None  # of 1 nothing of the image would be left
         options |= ({"strength_rule": "a1111"} if strength else {}) | (_mask_options(body) if mask else {})
+    controls = _controls(body, card, image)
+    options |= controls.pop("options", {})
     images = (body.batch_size or 1) * (body.n_iter or 1)
     if images > MOST_IMAGES and body.n_iter:
         product = f"{body.batch_size or 1} times n_iter={body.n_iter} are {images} images, more than {MOST_IMAGES}"
@@ -592,6 +647,7 @@ def request_of(body: TextToImage, card: ModelCard, client: str, vae: str | None 
         mask=mask,
         strength=strength,
         options=options,
+        **controls,
         vae=None if (vae or "").lower() in _PLAIN_VAES else vae,
         lenient=True,
         previews=PREVIEWS,
@@ -613,9 +669,80 @@ def _check_offered(body: TextToImage) -> None:
     for name in ("styles", "tiling", "restore_faces", "refiner_checkpoint", "script_name"):
         if getattr(body, name):
             raise _refused(name, "is not offered by this server; leave it out")
-    if names := [name for name, script in (body.alwayson_scripts or {}).items() if script.args]:
-        cure = "send control and image_prompt to /api/jobs" if names[0].lower() == "controlnet" else "leave it out"
-        raise _refused("alwayson_scripts", f"{names[0][:60]!r} is not offered by this server; {cure}")
+    scripts = (body.alwayson_scripts or {}).items()
+    if names := [name for name, script in scripts if script.args and name.lower() != CONTROLNET]:
+        raise _refused("alwayson_scripts", f"{names[0][:60]!r} is not offered by this server; leave it out")
+
+
+def _controls(body: TextToImage, card: ModelCard, image: Image.Image | None) -> dict[str, Any]:
+    """Fields of a request for the units of the ControlNet extension; {} without any that is on.
+
+    Raises:
+        Rejected: a unit lacks its image or its model, or asks for what is not there.
+    """
+    scripts = (script.args for name, script in (body.alwayson_scripts or {}).items() if name.lower() == CONTROLNET)
+    try:
+        units = [msgspec.convert(unit, ControlUnit, strict=False) for args in scripts for unit in args or ()]
+    except (msgspec.ValidationError, TypeError) as fault:
+        raise _of_unit(f"cannot be read: {fault}") from None
+    units = [unit for unit in units if unit.enabled]
+    if not units:
+        return {}
+    width, height = image.size if image else card.native
+    size, pixels, usual = (body.width or width, body.height or height), Pixels(), ControlUnit()
+    named = [(re.sub(r" \[[0-9a-f]+\]$", "", unit.model.strip()), unit) for unit in units]
+    at_start = [net.name for net in card.controls]
+    names = [name for name, _ in named]
+    entries: list[tuple[str, ControlUnit | None]] = [*named]
+    if len({*names}) == len(names) and {*names} <= {*at_start}:  # networks of the start are there together
+        entries = [(name, dict(named).get(name)) for name in at_start]
+    shown_images = [_shown(unit, name, card, pixels, image, size) if unit else None for name, unit in entries]
+    fields = {"control_scale": "weight", "control_start": "guidance_start", "control_end": "guidance_end"}
+    columns = {name: [getattr(unit or usual, own) for _, unit in entries] for name, own in fields.items()}
+    columns["control_mode"] = [_CONTROL_MODES.get(str((unit or usual).control_mode).lower(), "") for _, unit in entries]
+    if "" in columns["control_mode"]:
+        raise _of_unit("has a control_mode that is not known; send 0, 1 or 2")
+    several = len(entries) > 1
+    return {
+        "control": shown_images if several else shown_images[0],
+        "controlnet": names if entries == named else None,
+        "options": {name: values if several else values[0] for name, values in columns.items()},
+    }
+
+
+def _shown(
+    unit: ControlUnit, name: str, card: ModelCard, pixels: Pixels, image: Image.Image | None, size: tuple[int, int]
+) -> Any:
+    """The control image of a unit; where it has none, the ``image`` of img2img. Of a ControlNet-Union with its type."""
+    for left_out in ("mask", "mask_image", "effective_region_mask", "advanced_weighting"):
+        if getattr(unit, left_out):
+            raise _of_unit(f"has a {left_out}, which is not offered by this server; leave it out")
+    if name.lower() in ("", "none"):
+        raise _of_unit("names no model; /controlnet/model_list lists them")
+    sent = unit.image.get("image") if isinstance(unit.image, dict) else unit.image or unit.input_image
+    made = pixels.read("alwayson_scripts", sent) if isinstance(sent, str) else image
+    if made is None:
+        raise _of_unit("has no image; send it as image")
+    if str(unit.resize_mode).lower() in _CROPS:
+        made = ImageOps.fit(made, size, Image.Resampling.LANCZOS)
+    elif str(unit.resize_mode).lower() not in _STRETCHES:
+        raise _of_unit("has a resize_mode that is not offered by this server; send 0 to stretch or 1 to crop")
+    if (module := unit.module.strip().lower()) not in ("", "none"):
+        if module not in _MODULES:
+            raise _of_unit(f"names the module {unit.module!r:.80}; /controlnet/module_list lists them")
+        kind, settings = _MODULES[module]
+        values = {name: getattr(unit, f"threshold_{letter}") for name, letter in zip(settings, "ab", strict=False)}
+        try:
+            made = control_map(kind, made, **{name: value for name, value in values.items() if (value or -1) >= 0})
+        except InputError as fault:
+            raise _of_unit(f"has a threshold that cannot be used: {fault}") from None
+    if any(net.types for net in (*card.controls, *card.controlnets) if net.name == name):
+        return {unit.union_control_type.lower().partition("/")[0]: made}
+    return made
+
+
+def _of_unit(why: str) -> Rejected:
+    return _refused("alwayson_scripts", f"controlnet: a unit {why}")
 
 
 def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str, Any]]:

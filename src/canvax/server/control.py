@@ -22,6 +22,7 @@ from canvax.models.t2i_adapter import T2IAdapter
 from canvax.pipelines.image_prompts import ImagePrompt
 from canvax.pipelines.networks import usual_kinds
 from canvax.server.jobs import ControlCard, JobRequest, PromptImage, invalid
+from canvax.server.part_cache import PartCache
 
 
 def check_has_networks(job_request: JobRequest, model: Model) -> None:
@@ -80,6 +81,12 @@ def cards(model: Model) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:
     listed = tuple(ControlCard(name, *_kind_of(net)) for name, net in zip(names, nets, strict=True))
     seeing = model.ip_adapters if model.networks.image_encoder else ()
     return listed, tuple(public_names([files.name for files in seeing]))
+
+
+def file_cards(files: PartCache) -> tuple[ControlCard, ...]:
+    """What clients see of the networks of the folder of models."""
+    usable = [ControlCard(name, *_kind_of(part.net)) for name, part in files.networks.items()]
+    return (*usable, *(ControlCard(name, fault=fault) for name, fault in files.names.items() if fault))
 
 
 def _kind_of(net: Control) -> tuple[Any, tuple[str, ...]]:

@@ -521,26 +521,32 @@ class ImageEngine:
     def _put_on(self, key: GroupKey) -> ServedModel | None:
         """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail, and where
         it has to wait for what is finished."""
-        if self._models.groups()[key] is not None:
+        if missing := self._models.missing(key):
             self._decode_all()  # while their weights are there
             if self._in_decoder():
                 return None
         self._progress = None  # loading may take as long as it takes
-        is_loading = self._models.groups()[key] is not None
-        if is_loading:
-            self._tell_waits(lambda item: item.group.model == key.model, f"loading {key.model}")
+        waits = self._lacking(key)
+        if missing:
+            self._tell_waits(waits, f"loading {missing}")
         try:
             return self._models.put_on(key)
         except Exception:
             log.exception("a model cannot be loaded again")
             with self._wake:
-                for item in [item for item in self._queue if item.group.model == key.model]:
-                    self._book.fail(item.job, "model_unavailable", unavailable(key.model))
+                missing = self._models.missing(key)
+                for item in filter(self._lacking(key), list(self._queue)):
+                    self._book.fail(item.job, "model_unavailable", unavailable(missing))
             return None
         finally:
             self._progress = time.monotonic()
-            if is_loading:
-                self._tell_waits(lambda item: item.group.model == key.model, "")
+            if missing:
+                self._tell_waits(waits, "")
+
+    def _lacking(self, key: GroupKey) -> Callable[[Item], bool]:
+        """Return which images need what is not there for a key: its model or, where that is there, ControlNets."""
+        loaded = self._models.named(key.model).loaded
+        return lambda item: item.group.model == key.model and not (loaded and item.group.variant != key.variant)
 
     def _since(self, began: float) -> float:
         """Seconds, which are no overhead of this turn."""

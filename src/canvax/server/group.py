@@ -88,8 +88,8 @@ class Group:
         key: what the programs are for.
         model: the model.
         programs: its programs.
-        params: gives its parameters, which are on the devices while the group runs; with the vectors of the words
-            and with the autoencoder that it is given.
+        params: gives its parameters, which are on the devices while the group runs; with the vectors of the words,
+            the autoencoder and the ControlNets that it is given.
         batches: images of one call of a denoiser; multiples of the mesh's ``data`` axis.
 
     Attributes:
@@ -198,7 +198,7 @@ class Group:
             beside = item.beside
             if beside.shelf is not None:
                 item.request = replace(item.request, beside=beside.shelf.shares(beside.adapters))
-            params = self._params(beside.words, beside.vae)
+            params = self._params(beside.words, beside.vae, self.key.variant.controlnets)
             state, _ = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
             item.carried = state.parked()[0]
         return item.carried
@@ -335,7 +335,8 @@ class Group:
 
     def _new_batch(self, images: int) -> Batch:
         """An empty batch of so many images, for which there are programs."""
-        return Batch(self._denoisers[images], self._params(), self._programs.mesh, self._latents(images))
+        params = self._params(controlnets=self.key.variant.controlnets)
+        return Batch(self._denoisers[images], params, self._programs.mesh, self._latents(images))
 
     def _leave(self, slot: int) -> None:
         assert self._batch is not None

@@ -100,6 +100,7 @@ class JobRequest:
         lenient: options that change nothing are passed over, and not refused: A1111's clients send whole forms.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
         vae: an autoencoder that ``ModelCard.vaes`` lists, in place of the model's.
+        controlnet: networks that ``ModelCard.controlnets`` lists, in place of those of the start: a name, or a list.
         format: of the finished images.
         quality: of JPEG and WebP, 1..100.
         previews: of each image on its way, at most; 0 for none.
@@ -131,6 +132,7 @@ class JobRequest:
     lenient: bool = False
     adapters: Mapping[str, Any] = field(default_factory=dict)
     vae: str | None = None
+    controlnet: str | list[str] | None = None
     format: Format = "png"
     quality: int | None = None
     previews: int = 0
@@ -377,11 +379,13 @@ class ControlCard:
         name: its file's or its folder's, without those above it.
         kind: "controlnet", "union" or "t2i-adapter".
         types: names of the types of control image that a union takes.
+        fault: why it cannot be used with the model; "" if it can.
     """
 
     name: str
-    kind: Literal["controlnet", "union", "t2i-adapter"]
+    kind: Literal["controlnet", "union", "t2i-adapter"] = "controlnet"
     types: tuple[str, ...] = ()
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -417,6 +421,7 @@ class ModelCard:
         ip_adapters: names of those that read image prompts, likewise.
         vae: the name of the autoencoder that stands in for the model's; "" for its own.
         vaes: names of those that a request may name, with the reason where one cannot be used, else "".
+        controlnets: the networks of the folder of models that a request may name.
         hires_strength: of a second pass over the enlarged image, by default.
         file: its place in the folder of models; "" for a model from elsewhere.
     """
@@ -449,6 +454,7 @@ class ModelCard:
     samplers: tuple[str, ...] | None = None
     vae: str = ""
     vaes: Mapping[str, str] = field(default_factory=dict)
+    controlnets: tuple[ControlCard, ...] = ()
     hires_strength: float = HIRES_STRENGTHS["pixel"]
     file: str = ""
 

@@ -81,6 +81,7 @@ _FIELDS = {
 
 
 Text = Annotated[str, Meta(max_length=40)]
+FileName = Annotated[str, Meta(max_length=300)]
 Typed = Annotated[dict[Text, str], Meta(max_length=16)]
 """Control images by their types."""
 
@@ -126,7 +127,8 @@ class NewJob(Struct, forbid_unknown_fields=True):
     seconds: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     options: dict[str, Any] | None = None
     adapters: Annotated[dict[str, float | dict[str, float]], Meta(max_length=16)] | None = None
-    vae: Annotated[str, Meta(max_length=300)] | None = None
+    vae: FileName | None = None
+    controlnet: FileName | Annotated[list[FileName], Meta(min_length=1, max_length=8)] | None = None
 
 
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(NewJob)}
@@ -263,7 +265,7 @@ def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
              "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
-    fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
+    fields |= {"controls": controls, "controlnets": card.controlnets, "ip_adapters": card.ip_adapters}
     return {"id": card.id, "name": card.id, "default": default, **fields}
 
 
@@ -322,6 +324,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         options={**(body.options or {}), **control_options},
         adapters=body.adapters or {},
         vae=body.vae or None,
+        controlnet=body.controlnet,
         format=body.format,
         quality=body.quality,
         previews=PREVIEWS if body.previews else 0,

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +21,9 @@ import jax
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, nearest
 from canvax.families.base import Model
+from canvax.families.controls import component_name
 from canvax.files import named_path
 from canvax.guidance import PROMPT, Perturbed, reads_negative
 from canvax.models.beside import ADAPTERS
@@ -32,20 +34,21 @@ from canvax.parallel.place import on_devices, waits
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
+from canvax.pipelines.networks import with_controls
 from canvax.pipelines.references import MOST as MOST_REFERENCES
 from canvax.pipelines.safety import SafetyChecker
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
-from canvax.server.control import cards, publicly
+from canvax.server.control import cards, file_cards, publicly
 from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.hashes import compute_hash, known_hash
-from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
+from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected, invalid
+from canvax.server.part_cache import CONTROLNET, VAE, Variant, control_cache, vae_cache, with_vae
 from canvax.server.policy import PATIENCE, Groups
-from canvax.server.vae_cache import VaeCache
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, Stage, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
-from canvax.weights.data_folder import data_folder, vae_files
+from canvax.weights.data_folder import control_files, data_folder, vae_files
 
 _KINDS = {
     "ReadsImagePrompts": "several images in image_prompt for one adapter",
@@ -94,6 +97,20 @@ class Warm(NamedTuple):
         return cls((int(match[1]), int(match[2])), batches)
 
 
+class Varied(NamedTuple):
+    """A model with other files in or beside it.
+
+    Attributes:
+        model: everything but its weights.
+        programs: its programs; those that are compiled are shared with the model as it was loaded.
+        shapes: shapes, dtypes and shardings of its weights.
+    """
+
+    model: Model
+    programs: Programs
+    shapes: Params
+
+
 class Loaded(Protocol):
     """What ``canvax.load`` gives, as far as a server uses it."""
 
@@ -111,12 +128,14 @@ class ServedModel:
         load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
         adapters: that requests may name; None for none.
         weights: without, it is opened now and loaded when it is first asked for.
-        vaes: files of autoencoders that requests may name, by name.
+        files: by ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
+        on_demand: whether these may be such as need other programs.
 
     Attributes:
         shelf: the adapters.
         embeddings: the textual inversions.
-        vaes: the autoencoders.
+        vaes: the autoencoders of files.
+        controlnets: the networks of files that read control images.
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
@@ -136,7 +155,8 @@ class ServedModel:
         adapters: AdapterSettings | None = None,
         *,
         weights: bool = True,
-        vaes: Mapping[str, Path] = MappingProxyType({}),
+        files: Mapping[str, Mapping[str, Path]] = MappingProxyType({}),
+        on_demand: bool = False,
     ) -> None:
         self.name, self.on_request = name, not weights
         self.groups: Mapping[GroupKey, Group] = {}
@@ -144,8 +164,8 @@ class ServedModel:
         self._load = load
         began = time.perf_counter()
         loaded = load(name) if weights else load(name, weights=False)
-        files = replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
-        self.model, self.programs = replace(loaded.model, files=files), loaded.programs
+        named = replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
+        self.model, self.programs = replace(loaded.model, files=named), loaded.programs
         path = self.model.files.path
         self.sha256 = known_hash(path) if path.is_file() else ""
         self._waiting: frozenset[str] = frozenset()
@@ -157,7 +177,11 @@ class ServedModel:
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
         self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
-        self.vaes = VaeCache(self.model, self.programs.mesh, vaes)
+        mesh = self.programs.mesh
+        self.vaes = vae_cache(self.model, mesh, files.get(VAE, {}), on_demand=on_demand)
+        networks = files.get(CONTROLNET, {})
+        self.controlnets = control_cache(self.model, self.programs, networks, self._park, on_demand=on_demand)
+        self._varied: dict[Variant, Varied] = {}
         if self.shelf and not weights:
             self.shelf.take_off()
         self.load_seconds = time.perf_counter() - began if weights else self.bytes / _READ_SPEED
@@ -176,12 +200,7 @@ class ServedModel:
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
         """Bytes of each component on each device."""
-        return {
-            name: sum(
-                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)
-            )
-            for name, part in self._shapes.items()
-        }
+        return {name: _bytes_of(part) for name, part in self._shapes.items()}
 
     def _as_served(self, params: Params) -> Params:
         """Its parameters; of those that wait in the host's memory the denoiser's stay on the devices.
@@ -212,6 +231,11 @@ class ServedModel:
             if self.shelf:
                 self.shelf.put_on()
 
+    def put_beside(self, controlnet: str, variant: Variant) -> None:
+        """Load the weights of one of a variant's ControlNets."""
+        assert self.params is not None
+        self.controlnets.weights(controlnet, self.params, variant.controlnets)
+
     def take_off(self) -> None:
         """Free what it holds on the devices; images on their way can go on later."""
         for group in self.groups.values():
@@ -219,7 +243,60 @@ class ServedModel:
         if self.shelf:
             self.shelf.take_off()
         self.vaes.take_off()
+        self.controlnets.take_off()
         self.params = None
+
+    def idle(self, key: GroupKey | None) -> list[tuple[float, str, Callable[[], None]]]:
+        """What can leave the devices for images of a key: when it was used last, its name, and a function for it."""
+        stays = key.variant.controlnets if key and key.model == self.name else None
+        beside = [
+            (cache.used[name], name, partial(cache.drop, name))
+            for cache in (self.vaes, self.controlnets)
+            for name in cache.held
+            if name not in (stays or ())
+        ]
+        return [*beside, (self.used, self.name, self.take_off)] if stays is None else beside
+
+    def _park(self, controlnet: str) -> None:
+        """Take the images off the devices that a network is used for."""
+        for key, group in self.groups.items():
+            if controlnet in key.variant.controlnets:
+                group.park()
+
+    def of(self, variant: Variant) -> Varied:
+        """The model with the files of a variant; no weights are read."""
+        if variant not in self._varied:
+            made = Varied(self.model, self.programs, self._shapes)
+            if variant.controlnets:
+                opened = [self.controlnets.networks[name] for name in variant.controlnets]
+                made = Varied(*with_controls(*made, opened, weights=False))
+            if variant.vae:
+                model = with_vae(made.model, self.vaes.networks[variant.vae])
+                vae = abstract_params(model.specs[VAE], model.dtype, made.programs.mesh)
+                programs = replace(made.programs, networks=model.networks)
+                made = Varied(model, programs, {**made.shapes, VAE: vae})
+            self._varied = dict([*self._varied.items(), (variant, made)][-MOST_GROUPS:])  # any thread may read it
+            return made
+        return self._varied[variant]
+
+    def bytes_beside(self, variant: Variant) -> int:
+        """Of the weights of a variant's ControlNets, on each device."""
+        shapes = self.of(variant).shapes
+        return sum(_bytes_of(shapes[component_name(i)]) for i in range(len(variant.controlnets)))
+
+    def has_programs(self, key: GroupKey) -> bool:
+        """Whether the programs of a key are compiled: for its files, or for others of the same configs."""
+        networks = self.of(key.variant).model.networks
+        return any(
+            other._replace(variant=key.variant) == key and self.of(other.variant).model.networks == networks
+            for other in self.groups
+        )
+
+    def missing(self, variant: Variant) -> str:
+        """What must be loaded for a variant, by its names: the model, or ControlNets; "" if all is on the devices."""
+        if not self.loaded:
+            return self.name
+        return ", ".join(name for name in variant.controlnets if name not in self.controlnets.held)
 
     def check(self, job_request: JobRequest) -> Checked:
         """What it is asked for.
@@ -228,14 +305,25 @@ class ServedModel:
             Rejected: naming the field and the cure.
         """
         vae = self.vaes.find(job_request.vae) if job_request.vae else None
-        return check(job_request, self.name, self.model, self.shelf, self.embeddings, vae)
+        names = job_request.controlnet or []
+        controlnets = tuple(map(self.controlnets.find, [names] if isinstance(names, str) else names))
+        if controlnets and job_request.control is None:
+            raise invalid(CONTROLNET, f"controlnet={controlnets[0]!r} needs a control image; send control as well")
+        usable = list(self.controlnets.networks)
+        if usable and job_request.control is not None and not (controlnets or self.model.networks.controls):
+            raise invalid("control", f"control: needs a network; send controlnet: {nearest('', usable)}")
+        variant = Variant(vae if vae and self.vaes.networks[vae] != self.model.vae else "", controlnets)
+        return check(job_request, self.name, self.of(variant).model, self.shelf, self.embeddings, vae, variant)
 
-    def loaded_params(self, words: Words = (), vae: str | None = None) -> Params:
-        """Its weights, which are there, with the vectors of these words and another autoencoder; with either in the
-        engine's thread."""
+    def loaded_params(self, words: Words = (), vae: str | None = None, controlnets: Sequence[str] = ()) -> Params:
+        """Its weights, which are there, with the vectors of these words, another autoencoder and these ControlNets;
+        with any of them in the engine's thread."""
         assert self.params is not None
-        self.params = self.embeddings.fill(self.params, words) if words else self.params
-        params = self.params if vae is None else {**self.params, "vae": self.vaes.weights(vae)}
+        params = self.params = self.embeddings.fill(self.params, words) if words else self.params
+        if vae is not None:
+            params = {**params, VAE: self.vaes.weights(vae, self.params)}
+        for i, name in enumerate(controlnets):
+            params = {**params, component_name(i): self.controlnets.held[name]}
         return self.shelf.beside(params) if self.shelf else params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
@@ -254,10 +342,11 @@ class ServedModel:
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
-        group = Group(key, self.model, self.programs, self.loaded_params, batches)
+        model, programs, shapes = self.of(key.variant)
+        group = Group(key, model, programs, self.loaded_params, batches)
         if isinstance(announce, Announcer):
             announce.expect(group.programs)
-        group.compile(self._shapes, announce)
+        group.compile(shapes, announce)
         return group
 
     def warm(self, shown: Checked, group: Group) -> None:
@@ -369,8 +458,15 @@ class ServedModel:
             samplers=usable_samplers(model, *sizes[0]),
             vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
             vaes=self.vaes.names,
+            controlnets=file_cards(self.controlnets),
             hires_strength=model.defaults.hires_strength,
         )
+
+
+def _bytes_of(shapes: Params) -> int:
+    """Bytes on each device."""
+    leaves = jax.tree.leaves(shapes)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
@@ -495,10 +591,10 @@ class ModelSet:
 
     def begin(self) -> None:
         """Load all, and make their programs ready. Where models are on request, clients see all of them before that."""
-        vaes = vae_files()
+        more: dict[str, Any] = {"files": {VAE: vae_files(), CONTROLNET: control_files()}, "on_demand": self._on_demand}
         for name in (*self._names, *self._on_request) if self._on_request else ():
             try:
-                served = ServedModel(name, self._load, self._adapters, weights=False, vaes=vaes)
+                served = ServedModel(name, self._load, self._adapters, weights=False, **more)
                 served.on_request = name in self._on_request
                 self._served[name] = served
             except CanvaxError as error:
@@ -509,8 +605,8 @@ class ModelSet:
         for name in self._names:
             if (opened := self._served.get(name)) is None:
                 self._say(f"reading {name}")
-                self._make_room(None)
-                opened = ServedModel(name, self._load, self._adapters, vaes=vaes)
+                self._make_room(max((served.bytes for served in self._served.values()), default=0))
+                opened = ServedModel(name, self._load, self._adapters, **more)
             served = self._served[name] = opened
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
@@ -535,15 +631,15 @@ class ModelSet:
                     self._kept.add(group.key)
                     self._say(group.summary())
         self._show_cards()
+        for name in self._names:
+            self._hash(self._served[name])
 
     def _show_cards(self) -> None:
         most = MOST_REFERENCES if self._on_demand else self._references
-        self.cards = [
-            served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
-        ]
-        for name in self._names:
-            if name in self._served:
-                self._hash(self._served[name])
+        with self._lock:
+            self.cards = [
+                served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
+            ]
 
     def card(self, name: str) -> ModelCard:
         """Return what clients see of a model."""
@@ -583,8 +679,14 @@ class ModelSet:
     def groups(self) -> Groups:
         """The keys that are ready, with when their weights may displace others; None where they are on the devices."""
         return {
-            key: None if served.loaded else self._settled for served in self._served.values() for key in served.groups
+            key: self._settled if served.missing(key.variant) else None
+            for served in self._served.values()
+            for key in served.groups
         }
+
+    def missing(self, key: GroupKey) -> str:
+        """As ``ServedModel.missing``."""
+        return self._served[key.model].missing(key.variant)
 
     def expected(self, stage: Stage, *, of_tiles: bool = False) -> float:
         """Return the seconds of a stage of one image alone; ``of_tiles``: the stages draw tiles of a larger image.
@@ -596,11 +698,16 @@ class ModelSet:
         key, served = stage.group, self._served[stage.group.model]
         if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
             raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
+        beside = served.bytes_beside(key.variant) if key.variant.controlnets else 0
+        if beside and self._memory is not None and served.bytes + beside > self._memory:
+            message = f"controlnet={key.variant}: takes {beside} bytes beside the model, more than --memory allows"
+            raise Rejected(400, "controlnet_unusable", message, param=CONTROLNET)
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
             return load + group.timings.image(stage.rows)
         warm = {size for size, _ in served.sizes(self._warm)}
-        if not self._on_demand and not (served.on_request and (key.width, key.height) in warm):
+        on_request = served.on_request and (key.width, key.height) in warm
+        if not (self._on_demand or on_request or served.has_programs(key)):
             raise served.refusal(key, self._warm, of_tiles=of_tiles)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
@@ -624,6 +731,11 @@ class ModelSet:
         served = self._served[key.model]
         if not served.loaded:
             self._load_again(served)
+        for name in key.variant.controlnets:
+            if name not in served.controlnets.held:
+                self._make_room(served.bytes_beside(Variant(controlnets=(name,))), key)
+                self._say(f"reading {name}")
+            served.put_beside(name, key.variant)
         served.used = time.monotonic()
         return served
 
@@ -644,7 +756,7 @@ class ModelSet:
     def _load_again(self, served: ServedModel) -> None:
         began = time.monotonic()
         try:
-            self._make_room(served)
+            self._make_room(served.bytes)
             self._say(f"reading {served.name}")
             served.put_on()
         except Exception:
@@ -702,20 +814,22 @@ class ModelSet:
                 idle = sorted(made - set(used()), key=lambda key: served.groups[key].used)
                 served.groups = {key: group for key, group in served.groups.items() if key not in idle[:excess]}
 
-    def _make_room(self, coming: ServedModel | None) -> None:
-        """Take models off the devices, the one that was not used for longest first, until another one fits."""
-        loaded = sorted((served for served in self._served.values() if served.loaded), key=lambda served: served.used)
-        while loaded:
-            needed = coming.bytes if coming else max(served.bytes for served in loaded)
+    def _make_room(self, needed: int, key: GroupKey | None = None) -> None:
+        """Take models, VAEs and ControlNets off the devices, the one that was not used for longest first, until so many
+        bytes fit. What images of a key need stays."""
+        while loaded := [served for served in self._served.values() if served.loaded]:
             if self._memory is not None:
-                fits = sum(served.bytes for served in loaded) + needed <= self._memory
+                held = sum(served.bytes + served.vaes.bytes + served.controlnets.bytes for served in loaded)
+                fits = held + needed <= self._memory
             else:
                 free = free_bytes(loaded[0].programs.mesh)
                 fits = free is None or needed < FREE_PART * free
-            if fits:
+            idle = [entry for served in loaded for entry in served.idle(key)]
+            if fits or not idle:
                 return
-            self._say(f"taking {loaded[0].name} off the devices")
-            loaded.pop(0).take_off()
+            _, name, take_off = min(idle, key=itemgetter(0))
+            self._say(f"taking {name} off the devices")
+            take_off()
 
 
 def unavailable(name: str) -> str:

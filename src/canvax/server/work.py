@@ -37,6 +37,7 @@ from canvax.server.embedding_cache import EmbeddingCache, Words, reading
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Status, Stepped, invalid
+from canvax.server.part_cache import PLAIN, Variant
 from canvax.settings import aliases, declared
 from canvax.types import HostArray
 
@@ -78,6 +79,7 @@ class GroupKey(NamedTuple):
     height: int
     width: int
     kinds: Kinds
+    variant: Variant = PLAIN
 
     @property
     def size(self) -> str:
@@ -289,6 +291,8 @@ class Item:
             fields["embeddings"] = loaded | {word.name: word.record for word in self.beside.words}
         if self.beside.vae:
             fields["vae"] = self.beside.vae
+        if names := self.group.variant.controlnets:
+            fields["controlnet"] = list(names)
         return self.whole.metadata(fields) if self.whole else fields
 
 
@@ -396,6 +400,7 @@ def check(
     shelf: AdapterCache | None = None,
     embeddings: EmbeddingCache | None = None,
     vae: str | None = None,
+    variant: Variant = PLAIN,
 ) -> Checked:
     """What a model is asked for.
 
@@ -406,6 +411,7 @@ def check(
         shelf: its adapters.
         embeddings: its textual inversions.
         vae: the autoencoder in place of its own.
+        variant: the files in or beside the model that decide programs.
 
     Raises:
         Rejected: naming the field and the cure.
@@ -444,9 +450,9 @@ def check(
         with _lock:
             request = _request(job_request, model, seeds[0])
             larger = _second_pass(model, request) if request.options.hires > 1 else None
-        stages = (_stage(name, model, request, shelf),)
+        stages = (_stage(name, model, request, shelf, variant),)
         if larger is not None:
-            stages = (replace(stages[0], then=_enlarged), _stage(name, model, larger, shelf))
+            stages = (replace(stages[0], then=_enlarged), _stage(name, model, larger, shelf, variant))
     except InputError as error:
         raise _refusal(error) from None
     for hint in () if job_request.lenient else idle(model, request):
@@ -480,7 +486,7 @@ def _enlarged(larger: Request, pixels: HostArray, latents: HostArray) -> Request
     return enlarged(larger, pixels[None], latents[None])
 
 
-def _stage(name: str, model: Model, request: Request, shelf: AdapterCache | None) -> Stage:
+def _stage(name: str, model: Model, request: Request, shelf: AdapterCache | None, variant: Variant) -> Stage:
     """The stage of a request.
 
     Raises:
@@ -502,7 +508,7 @@ def _stage(name: str, model: Model, request: Request, shelf: AdapterCache | None
     kinds = with_networks(kinds.adding(not model.networks.inpaints and Keeps(), reads), model)
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
-    return Stage(request, table, GroupKey(name, request.height, request.width, kinds))
+    return Stage(request, table, GroupKey(name, request.height, request.width, kinds, variant))
 
 
 def _seed(job_request: JobRequest) -> int:

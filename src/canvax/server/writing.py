@@ -189,7 +189,7 @@ class Writer:
                     self._preview(served, item, pixels, None, item.progress().step, number)
                 if not last:
                     return
-            metadata = item.metadata(served.model)
+            metadata = item.metadata(served.of(item.group.variant).model)
             if served.sha256:
                 metadata = {**metadata, "model_sha256": served.sha256}
             if served.safety_checker:

@@ -106,6 +106,13 @@ def vae_files() -> dict[str, Path]:
     return by_name([part.path for part in files() if part.kind is AUTOENCODER])
 
 
+def control_files() -> dict[str, Path]:
+    """Return the networks of the folder of models that read control images, by name."""
+    from canvax.weights.identify import CONTROLNET, T2I_ADAPTER
+
+    return by_name([part.path for part in files() if part.kind in (CONTROLNET, T2I_ADAPTER)])
+
+
 def find_named(name: str, argument: str) -> Path | None:
     """Find a file or folder of the folder of models by its name.
 

@@ -17,7 +17,7 @@ let listing = Promise.resolve();
 
 const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
-const optionsOf = (names) => names.map((name) => el("option", { value: name, textContent: name }));
+const optionsOf = (nets) => nets.map(({ name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
 
 /** An image beside the prompt: as it was given, which of the server's networks reads it, and how strongly. */
 class Beside {
@@ -30,7 +30,15 @@ class Beside {
 
   part(name) { return $(`${this.id}-${name}`); }
 
-  get nets() { return (this.id === "control" ? card?.controls : card?.ip_adapters?.map((name) => ({ name }))) ?? []; }
+  /** The networks of the start, then those of the folder, which a request names. `fault`: why one cannot be used. */
+  get listed() {
+    const { controls = [], controlnets = [], ip_adapters = [] } = card ?? {};
+    if (this.id !== "control") return ip_adapters.map((name) => ({ name }));
+    const others = controlnets.filter(({ name }) => controls.every((net) => net.name !== name));
+    return [...controls, ...others.map((net) => ({ ...net, named: true }))];
+  }
+
+  get nets() { return this.listed.filter(({ fault }) => !fault); }
 
   get net() { return this.nets.find(({ name }) => name === this.part("network").value) ?? this.nets[0]; }
 
@@ -43,17 +51,26 @@ class Beside {
 
   /** The networks of another model. */
   offer() {
+    const before = this.part("network").value;
     $(this.id).hidden = !this.nets.length;
-    this.part("network").replaceChildren(...optionsOf(this.nets.map(({ name }) => name)));
-    this.part("network-field").hidden = this.nets.length < 2;
+    this.part("network").replaceChildren(...optionsOf(this.listed));
+    this.choose(before);
+    this.part("network-field").hidden = this.listed.length < 2 && !this.net?.named;
     this.showTypes();
+  }
+
+  /** Whether there is a network of this name, which is chosen then. */
+  choose(name) {
+    const is = this.nets.some((net) => net.name === name);
+    if (is) this.part("network").value = name;
+    return is;
   }
 
   /** An image that this browser cannot read changes nothing. */
   async set(blob, { network, type, scale, from = "" } = {}) {
     const bitmap = blob && await createImageBitmap(blob);
     this.given = blob;
-    if (network) this.part("network").value = network;
+    if (network && !this.choose(network)) toast(`${network} is not here: ${this.net?.name ?? "no network"} is used.`);
     this.showTypes();
     if (type) $("control-type").value = type;
     if (scale !== undefined) this.part("scale").value = scale;
@@ -70,7 +87,7 @@ class Beside {
     if (this.id !== "control") return;
     const types = this.net?.types ?? [];
     const before = $("control-type").value;
-    $("control-type").replaceChildren(...optionsOf(types));
+    $("control-type").replaceChildren(...optionsOf(types.map((name) => ({ name }))));
     if (types.includes(before)) $("control-type").value = before;
     $("control-type-field").hidden = !types.length;
   }
@@ -197,8 +214,10 @@ export function besideBody({ steered, prompted: reading }, { control: seen, imag
   const body = {};
   if (seen) {
     const shown = steered.type ? { [steered.type]: seen } : seen;
-    const all = control.nets.map(({ name }) => (name === steered.network ? shown : null));
-    Object.assign(body, { control: all.length > 1 ? all : shown, control_scale: steered.scale });
+    const all = control.nets.filter(({ named }) => !named).map(({ name }) => (name === steered.network ? shown : null));
+    const named = all.every((image) => !image);
+    Object.assign(body, { control: all.length > 1 && !named ? all : shown, control_scale: steered.scale });
+    if (named) body.controlnet = steered.network;
     if (steered.from) body.control_from = steered.from;
   }
   if (image) {

@@ -583,7 +583,7 @@ export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=
   .find(({ validity: { badInput, rangeUnderflow, rangeOverflow } }) => badInput || rangeUnderflow || rangeOverflow);
 
 /** Fields of a request that the form calls otherwise. */
-const FIELDS = { image: "input-open", mask: "input-open", references: "input-add", negative_prompt: "negative", n: "count", steps: "steps-number", guidance_scale: "guidance-number", width: "size", height: "size", adapters: "adapter-add", options: "syntax", prompt_syntax: "syntax", control: "control-open", image_prompt: "image-prompt-open" };
+const FIELDS = { image: "input-open", mask: "input-open", references: "input-add", negative_prompt: "negative", n: "count", steps: "steps-number", guidance_scale: "guidance-number", width: "size", height: "size", adapters: "adapter-add", options: "syntax", prompt_syntax: "syntax", control: "control-open", controlnet: "control-network", image_prompt: "image-prompt-open" };
 
 /** Say what is wrong, at its field, which has an id or is of a field of the request. */
 export function formError(text, param = null, id = null) {
