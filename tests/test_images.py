@@ -25,12 +25,14 @@ from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.images import metadata as module
 from canvax.images.convert import to_pil, to_uint8, upright_rgb
 from canvax.images.formats import GeneratedImage
-from canvax.images.grid import make_grid
+from canvax.images.grid import make_grid, make_sheet
 from canvax.images.infotext import embeddings_in, from_infotext, parts_of, settings_left, to_infotext
+from canvax.images.masks import painted_over
 from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
 from canvax.server import files
+from canvax.server.files import Colours, preview_file
 from canvax.settings import declared
 from tests.support.timing import processor_seconds
 
@@ -122,10 +124,56 @@ def test_grey_of_16_bits() -> None:
     np.testing.assert_allclose(np.asarray(upright_rgb(grey))[0, :, 0], [0, 64, 128, 255], atol=1)
 
 
-@pytest.mark.parametrize("images", [np.zeros((8, 8)), np.zeros((1, 8, 8, 4))])
+@pytest.mark.parametrize("images", [np.zeros((8, 8)), np.zeros((1, 8, 8, 5))])
 def test_wrong_shapes_are_refused(images: np.ndarray) -> None:
-    with pytest.raises(InputError, match=r"\[B, H, W, 3\]"):
+    with pytest.raises(InputError) as caught:
         to_pil(images)
+    assert caught.value.argument == "images"
+
+
+def glass() -> Image.Image:
+    """Red on the left, transparent black on the right."""
+    (image,) = to_pil(np.repeat(np.array([[[1.0, 0, 0, 1], [0, 0, 0, 0]]]), 8, axis=1).repeat(16, axis=0))
+    return image
+
+
+@pytest.mark.parametrize("metadata", [{}, {"prompt": "a fox", "seed": 1}])
+def test_files_of_transparent_images(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    """PNG and WebP keep the transparency, a JPEG is on white, with a warning."""
+    image = GeneratedImage.of(glass(), metadata)
+    for name in ("a.png", "a.webp"):
+        for save in (lambda path: image.save(path), lambda path: save_image(path, image, metadata, overwrite=True)):
+            save(tmp_path / name)
+            np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name))[..., 3], np.asarray(image)[..., 3])
+    for save in (lambda path: image.save(path), lambda path: save_image(path, image, metadata, overwrite=True)):
+        with pytest.warns(HintWarning):
+            save(tmp_path / "a.jpg")
+        got = np.asarray(Image.open(tmp_path / "a.jpg"), np.float32)
+        assert got[8, 14].min() > 240
+
+
+def test_grids_keep_transparency_and_sheets_are_on_white() -> None:
+    grid, sheet = make_grid([glass()] * 3), make_sheet([glass()], ["a fox"])
+    assert np.asarray(grid)[8, 14].tolist() == [0, 0, 0, 0]
+    assert np.asarray(grid)[-1, -1].tolist() == [255] * 4
+    assert (np.asarray(sheet)[-1, -1] == 255).all()
+
+
+def test_holes_of_transparent_images_are_filled_from_around() -> None:
+    mask = Image.new("L", (16, 16))
+    mask.paste(255, (2, 2, 6, 14))
+    filled = np.asarray(painted_over(glass(), mask))
+    np.testing.assert_allclose(filled[8, 4], [255, 0, 0, 255], atol=60)
+    np.testing.assert_array_equal(filled[:, 8:], np.asarray(glass())[:, 8:])
+
+
+def test_previews_of_transparent_images_are_on_white() -> None:
+    pixels, latents = np.zeros((16, 16, 4), np.float32), np.zeros((2, 2, 3), np.float32)
+    shown = np.asarray(Image.open(io.BytesIO(preview_file(pixels, (16, 16)))))
+    colours = Colours(3)
+    colours.learn(latents, pixels)
+    assert shown.min() > 240
+    assert colours.pixels(latents).min() > 0.9
 
 
 # Grids

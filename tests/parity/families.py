@@ -30,6 +30,8 @@ from benchmarks.lab.layouts import CHAT_TEMPLATE
 from canvax.families.krea2 import NAMES as KREA2_NAMES
 from canvax.models.dit import pack
 from canvax.models.krea2 import DROPPED, TEMPLATE
+from canvax.models.qwen_image import DROPPED as QWEN_DROPPED
+from canvax.models.qwen_image import SYSTEM as QWEN_SYSTEM
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.weights.rules import Names
@@ -244,6 +246,74 @@ def build_krea2(folder: Path, *, released: bool = False, **index: Any) -> Path:
     return folder
 
 
+QWEN_SIZES: dict[str, Any] = {
+    "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4,
+    "context_in_dim": 32, "axes_dims_rope": (4, 6, 6),
+}  # fmt: skip
+TURBO_TIMES = [1.0, 0.93, 0.7, 0.36]
+
+
+def qwen_network(**changes: Any) -> Any:
+    """The transformer of a checkpoint, whose attention is far from even."""
+    module: Any = randomise(diffusers.QwenImage21Transformer2DModel(**QWEN_SIZES | changes), 3)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith("norm_q.weight"):
+                weight.mul_(4)
+    return module
+
+
+class _QwenProcessor(transformers.ProcessorMixin):
+    """What Qwen-Image-2.1's pipeline asks of the released processor, without the libraries for videos."""
+
+    def __init__(self, words: Any) -> None:
+        self.tokenizer = words
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> list[list[int]]:
+        (message,) = messages
+        return [self.tokenizer(f"<|im_start|>system\n{message['content'][0]['text']}<|im_end|>\n").input_ids]
+
+    def __call__(self, text: list[str], **keywords: Any) -> Any:
+        return self.tokenizer(text, **keywords)
+
+
+def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
+    """Likewise, without the processor of images; ``index`` are further fields of it."""
+    words = tokenizer()
+    pieces = re.findall(r"<\|\w+\|>|Comp|re(?=h)|hend| ?\w+|\n|[.]", QWEN_SYSTEM)
+    assert len(pieces) == QWEN_DROPPED  # as of the released tokenizer
+    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
+    small: dict[str, Any] = {
+        "z_dim": 16, "latents_mean": [0.1 * i - 0.7 for i in range(16)],
+        "latents_std": [1 + 0.1 * i for i in range(16)],
+    }  # fmt: skip
+    large = {"in_channels": 64, "out_channels": 64, "attention_head_dim": 32, "num_attention_heads": 2,
+             "axes_dims_rope": (4, 14, 14)}  # fmt: skip
+    sizes = {} if released else {"base_image_seq_len": 10, "max_image_seq_len": 64}
+    parts: dict[str, Any] = {
+        "transformer": qwen_network(**large if released else {}),
+        "text_encoder": _qwen3_vl(transformers.Qwen3VLForConditionalGeneration, words, 32, 3, 4),
+        "vae": randomise(
+            diffusers.AutoencoderKLQwenImage21(
+                base_dim=4, decoder_base_dim=8, dim_mult=[1, 2, 2, 4, 4], num_res_blocks=1, **{} if released else small
+            ),
+            2,
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15,
+            **{"base_image_seq_len": 256, "max_image_seq_len": 4096} | sizes,
+        ),
+    }  # fmt: skip
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    words.save_pretrained(folder / "processor")
+    classes = {name: ["diffusers", type(part).__name__] for name, part in parts.items()}
+    classes["text_encoder"][0], classes["processor"] = "transformers", ["transformers", "Qwen3VLProcessor"]
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImage21Pipeline", **classes, **index}))
+    return folder
+
+
 def packed(latents: np.ndarray) -> torch.Tensor:
     """Latents as Krea 2's pipeline takes them."""
     tokens = pack(jnp.asarray(latents, jnp.float32), channels_first=True)
@@ -272,6 +342,11 @@ def _open_flux3(folder: Path) -> Any:
     return pipe
 
 
+def _open_qwen(folder: Path) -> Any:
+    processor = _QwenProcessor(transformers.AutoTokenizer.from_pretrained(folder / "processor"))
+    return diffusers.QwenImage21Pipeline.from_pretrained(folder, processor=processor)
+
+
 def _at_once(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
     lists = {name: [*value] if isinstance(value, list) else value for name, value in keywords.items()}
     return pipe(prompt=[*prompts], latents=latents, **lists).images  # which writes into lists that it is given
@@ -287,6 +362,15 @@ def _one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[
         more = {} if negatives is None else {"negative_prompt": negatives[i]}
         more["text_encoder_out_layers"] = tuple(range(1, 9))
         images.append(pipe(prompt=prompt, latents=latents[i : i + 1], **more, **keywords).images[0])
+    return np.stack(images)
+
+
+def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """One image at a time: in the reference the padding of a shorter prompt moves its image."""
+    scale, negatives, images = keywords.pop("guidance_scale", 1.0), keywords.pop("negative_prompt", None), []
+    for i, prompt in enumerate(prompts):
+        more = {} if negatives is None else {"negative_prompt": negatives[i], "true_cfg_scale": scale}
+        images.append(pipe(prompt, latents=latents[i : i + 1], **more, **keywords).images[0])
     return np.stack(images)
 
 
@@ -443,6 +527,14 @@ KREA2_LAYERS: dict[str, tuple[int, int]] = {
 """Some layers as the authors call them, (out, in)."""
 
 
+def qwen_factors() -> Factors:
+    """Likewise."""
+    sizes = {f"transformer_blocks.1.attn.{name}": (64, 64) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    sizes |= {f"transformer_blocks.0.img_mlp.{name}": (192, 64) for name in ("gate_layer", "proj")}
+    sizes |= {"transformer_blocks.2.img_mlp.out": (64, 192), "modulation.1": (256, 64), "txt_in.in_layer": (64, 32)}
+    return _factors(sizes, 0.1, shared=True)
+
+
 def _krea2_names() -> dict[str, str]:
     """What diffusers calls them, by its own conversion."""
     convert = diffusers.loaders.lora_conversion_utils._convert_non_diffusers_krea2_lora_to_diffusers
@@ -547,6 +639,8 @@ class Record:
         vae, text: those of the other parts in files.
         files: names of the files of transformer, text encoder and autoencoder.
         layer: a layer of the file of the transformer.
+        words: the folder of the tokenizer.
+        size: height and width that both can draw.
     """
 
     title: str
@@ -568,6 +662,8 @@ class Record:
     prompts: tuple[str, str] = (PROMPTS[0], PROMPTS[1])
     negatives: tuple[str, str] = ("blurry", "")
     distilled: bool = False
+    words: str = "tokenizer"
+    size: tuple[int, int] = (HEIGHT, WIDTH)
 
 
 def _flux2(**more: Any) -> Record:
@@ -596,6 +692,28 @@ def _krea2(**more: Any) -> Record:
     )  # fmt: skip
 
 
+def qwen_original(found: Arrays) -> Arrays:
+    """Likewise."""
+    _stacked(found, "gate_layer.weight", ["gate_layer.weight", "proj.weight"], "gate_up.weight")
+    return found
+
+
+def _qwen_authors(factors: Factors) -> Factors:
+    factors = dict(factors)
+    both = [factors.pop(f"transformer_blocks.0.img_mlp.{name}") for name in ("gate_layer", "proj")]
+    return factors | {"transformer_blocks.0.img_mlp.gate_up": (np.concatenate([up for up, _ in both]), both[0][1])}
+
+
+def _qwen(**more: Any) -> Record:
+    return Record(
+        title="Qwen-Image", build=build_qwen, open=_open_qwen, factor=16, channels=16, factors=qwen_factors,
+        authors=_qwen_authors, original=qwen_original, vae=lambda found: found,
+        latents=lambda noise: torch.from_numpy(np.ascontiguousarray(noise.reshape(len(noise), -1, 16))),
+        files=("qwen_image_2.1_bf16", "qwen3vl_8b_bf16", "qwen_image_2.1_vae"), ask=_qwen_one_by_one,
+        words="processor", size=(64, 96), layer="transformer_blocks.1.img_mlp.gate_up.weight", **more,
+    )  # fmt: skip
+
+
 RECORDS = {
     "z-image": Record(
         title="Z-Image", build=build_z_image, open=_by_class("ZImagePipeline"), factor=8, channels=16, steps=(8, 0.0),
@@ -615,6 +733,8 @@ RECORDS = {
     "flux3-base": _flux3(steps=(50, 3.5), how={"distilled": False}),
     "krea2": _krea2(steps=(28, 4.5)),
     "krea2-turbo": _krea2(steps=(8, 0.0), how={"is_distilled": True}, distilled=True),
+    "qwen": _qwen(steps=(40, 1.0)),
+    "qwen-turbo": _qwen(steps=(4, 1.0), how={"sample_sigmas": TURBO_TIMES}, distilled=True),
 }  # fmt: skip
 
 
@@ -637,9 +757,14 @@ class Model:
         """The pipeline of canvax, anew: of this checkpoint on one device, but for ``changes``."""
         return load(folder or self.folder, **changes)
 
-    def noise(self, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-        """The same for both."""
-        sides = height // self.record.factor, width // self.record.factor
+    @property
+    def small(self) -> dict[str, Any]:
+        """The size of an image, as arguments."""
+        return dict(zip(("height", "width"), self.record.size, strict=True))
+
+    def noise(self, *size: int) -> np.ndarray:
+        """The same for both, of an image of this height and width."""
+        sides = [side // self.record.factor for side in size or self.record.size]
         return initial_noise(SEEDS, (*sides, self.record.channels))
 
     def reference(
@@ -657,7 +782,7 @@ class Model:
         """Images of canvax, in few steps."""
         usual: dict[str, Any] = {"latents": self.noise(), "num_inference_steps": 2, "options": QUIET}
         if keywords.get("image") is None:
-            usual |= {"height": HEIGHT, "width": WIDTH}
+            usual |= self.small
         return (pipe or self.ours)(keywords.pop("prompt", [*self.record.prompts]), **usual | keywords)
 
     def lora(self, path: Path, spelling: str, **stray: Any) -> Path:
@@ -689,7 +814,7 @@ class Files:
         self.sees = "vl" in self.record.files[1]
         self.folder = self.record.build(into / "folder", **self.record.how, released=True)
         found = {part: arrays_of(self.folder, part) for part in ("transformer", "text_encoder", "vae")}
-        shutil.copytree(self.folder / "tokenizer", into / "words")
+        shutil.copytree(self.folder / self.record.words, into / "words")
         model, text, vae = (into / f"{name}.safetensors" for name in self.record.files)
         self.files = {
             "model": write(model, self.record.original(found["transformer"])),

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import transformers
 from diffusers.loaders.single_file_utils import (
     convert_krea2_transformer_checkpoint_to_diffusers,
     convert_wan_vae_to_diffusers,
@@ -40,6 +41,7 @@ from canvax.families.krea2 import KREA2
 from canvax.families.krea2 import NAMES as KREA2_NAMES
 from canvax.families.language import QWEN3_VL_4B
 from canvax.families.local_models import local_models
+from canvax.families.qwen_image import QWEN3_VL_8B, QWEN_IMAGE
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.clip import clip_encoders
 from canvax.models.configs import ClipTextConfig
@@ -48,12 +50,15 @@ from canvax.models.flux2 import Flux2Config, flux2_spec
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec
 from canvax.models.flux3 import Flux3Config, flux3_spec
 from canvax.models.krea2 import Krea2Config, krea2_spec
+from canvax.models.qwen_image import QwenImageConfig, qwen_image_spec
+from canvax.models.qwen_vae import QwenVaeConfig, qwen_vae_spec
 from canvax.models.z_image import ZImageConfig, z_image_spec
 from canvax.params import count, flatten
 from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.request import make_request
 from canvax.planning.plan import architecture
 from canvax.weights.data_folder import find_named, using
+from canvax.weights.entries import Entry
 from canvax.weights.formats import whole_name
 from canvax.weights.language_model import language_model_config
 from canvax.weights.lora import read_adapter
@@ -61,7 +66,7 @@ from canvax.weights.overrides import Overrides
 from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.single_file import vae_config
-from canvax.weights.wan_vae import wan_vae_rules
+from canvax.weights.wan_vae import of_one_frame, wan_vae_config, wan_vae_rules
 
 from .families import (
     QUIET,
@@ -92,7 +97,9 @@ def files(request: pytest.FixtureRequest, made: Callable[[str], Files]) -> Files
 
 
 def over(*names: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("files", names or ["z-image", "flux2", "flux3", "krea2-turbo"], indirect=True)
+    return pytest.mark.parametrize(
+        "files", names or ["z-image", "flux2", "flux3", "krea2-turbo", "qwen"], indirect=True
+    )
 
 
 def draw(pipe: canvax.Pipeline) -> np.ndarray:
@@ -121,6 +128,7 @@ def test_single_files(files: Files) -> None:
     ("flux2", "FLUX-2-klein-Base-4b", "", 50, None),
     ("flux3", "mine", "repa_projectors.0.weight", 16, 6.93),
     ("krea2-turbo", "Krea2_RAW_bf16", "", 28, None),
+    ("qwen", "mine", "", 40, None),
 ], indirect=["files"])  # fmt: skip
 def test_files_of_comfyui(files: Files, tmp_path: Path, stem: str, stray: str, steps: int, shift: float | None) -> None:
     """Behind a prefix, with other names of norms and heads for training; the base model is known by its file's name."""
@@ -153,7 +161,7 @@ def test_diffusers_knows_the_names(files: Files) -> None:
         assert convert_krea2_transformer_checkpoint_to_diffusers(named).keys() == wanted.keys()
         assert convert_wan_vae_to_diffusers(files.arrays("vae")).keys() == arrays_of(files.folder, "vae").keys()
         return
-    kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3"}
+    kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3", "qwen": "QwenImage21"}
     kind = getattr(diffusers, f"{kinds[files.name]}Transformer2DModel")
     theirs = kind.from_single_file(str(files.files["model"]), config=str(files.folder / "transformer")).state_dict()
     for name, array in wanted.items():
@@ -166,6 +174,7 @@ BASE = {"scheduler": {"shift": 6.0}}
 @pytest.mark.parametrize(("files", "stem", "given", "steps", "guessed"), [
     ("z-image", "turbo", {}, 8, False), ("z-image", "base", {}, 50, False), ("z-image", "mine", {}, 8, True),
     ("z-image", "mine", BASE, 50, False), ("z-image", "z_image_turbo_bf16", BASE, 50, False),
+    ("qwen", "mine", {}, 40, False), ("qwen", "qwen_image_2.1_turbo", {}, 8, True),
     ("flux2", "my-klein", {}, 4, False), ("flux2", "mine-base", {}, 50, False), ("flux2", "mine", {}, 4, True),
 ], indirect=["files"])  # fmt: skip
 def test_the_name_of_a_file_tells_what_its_arrays_do_not(
@@ -195,6 +204,7 @@ def test_parts_that_are_folders(files: Files) -> None:
 
 @pytest.mark.parametrize(("files", "kind"), [
     ("z-image", "Q8_0"), ("flux2", "Q5_1"), ("flux3", "Q4_0"), ("krea2-turbo", "Q4_0"),
+    ("qwen", "Q8_0"),
 ], indirect=["files"])  # fmt: skip
 def test_gguf(
     files: Files, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -295,7 +305,8 @@ def same_files(saved: Path, files: Files, *, eyes: bool = True) -> None:
         assert type(theirs.blocks).__name__ == "Flux3DistilledAutoBlocks"
         theirs.load_components(names=[*parts])
     else:
-        none = {} if eyes else {"text_encoder": None}
+        none: dict[str, Any] = {} if eyes else {"text_encoder": None}
+        none |= {"processor": original.processor} if files.name == "qwen" else {}
         theirs = type(original).from_pretrained(saved, **none)
         assert theirs.config.get("is_distilled") == original.config.get("is_distilled")
     for part in parts:
@@ -318,7 +329,7 @@ def test_saved(files: Files, tmp_path: Path) -> None:
     same_files(saved(files, tmp_path / "saved"), files)
 
 
-@over("z-image", "flux2", "flux3", "krea2-turbo")
+@over()
 def test_saved_and_loaded(files: Files, tmp_path: Path) -> None:
     """A saved folder is the same model in canvax; so is one that is saved of that."""
     first, again = saved(files, tmp_path / "saved"), tmp_path / "again"
@@ -666,3 +677,22 @@ def test_sizes_of_krea2() -> None:
     assert DecoderConfig.from_dict(config) == QWEN3_VL_4B
     sizes = {name: count(spec) / 1e9 for name, spec in PRESETS["krea-2"].specs().items()}
     assert sizes == pytest.approx({"transformer": 12.820, "text_encoder": 3.922, "vae": 0.0446}, abs=5e-4)
+
+
+def test_sizes_of_qwen_image() -> None:
+    """Names and shapes of all arrays, of which the autoencoder's over time are not read, and what is read off them."""
+    spec, single = qwen_image_spec(QwenImageConfig()), QWEN_IMAGE.single_file
+    assert shapes_of(spec) == on_no_device("QwenImage21Transformer2DModel")
+    assert QwenImageConfig.from_dict(config_of(QWEN_IMAGE, spec)) == QwenImageConfig()
+    stored = on_no_device("AutoencoderKLQwenImage21")
+    empty = [Entry(name, shape, np.dtype(np.float32), Path(), (), "torch") for name, shape in stored.items()]
+    assert {entry.name: entry.shape for entry in of_one_frame(empty)} == shapes_of(qwen_vae_spec(QwenVaeConfig()))
+    assert QwenVaeConfig.from_dict(wan_vae_config(empty)) == QwenVaeConfig()
+    assert single is not None
+    found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_VL_8B, 36)))
+    config = single.configs["text_encoder"]
+    assert DecoderConfig.from_dict({"text_config": {**config["text_config"], **found}}) == QWEN3_VL_8B
+    eyes = transformers.Qwen3VLConfig(**config).vision_config
+    assert (eyes.depth, eyes.hidden_size, eyes.deepstack_visual_indexes) == (27, 1152, [8, 16, 24])
+    sizes = {name: count(spec) / 1e9 for name, spec in PRESETS["qwen-image-2.1"].specs().items()}
+    assert sizes == pytest.approx({"transformer": 7.12, "text_encoder": 7.57, "vae": 0.331}, abs=5e-3)

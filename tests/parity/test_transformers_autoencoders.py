@@ -21,6 +21,7 @@ from canvax.models.flux2_vae import (
     flux2_vae_encode,
     flux2_vae_spec,
 )
+from canvax.models.qwen_vae import QwenAutoencoder, QwenVaeConfig
 from canvax.models.vae import vae_spec
 from canvax.models.wan_vae import WanVaeConfig, from_video, wan_vae_decode, wan_vae_encode, wan_vae_spec
 from tests.support.random_numbers import normal
@@ -119,6 +120,37 @@ def test_wan() -> None:
     print("wan encode", relative_error(mine, centre), relative_error(np.exp(logvar / 2), spread))
     assert relative_error(mine, centre) <= TOLERANCE
     assert relative_error(np.exp(logvar / 2), spread) <= TOLERANCE
+
+
+def test_qwen() -> None:
+    """One frame with alpha, levels whose input is added, and a decoder that is wider than the encoder."""
+    mean, deviation = [0.5, -0.2, 0.1, 0.7], [2.0, 1.5, 0.7, 1.1]
+    theirs: Any = randomise(
+        diffusers.AutoencoderKLQwenImage21(
+            base_dim=4, decoder_base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1,
+            temperal_downsample=[False, True, True], latents_mean=mean, latents_std=deviation, scale_factor_spatial=8,
+        )
+    )  # fmt: skip
+    cfg = QwenVaeConfig.from_dict(dict(theirs.config))
+    network = QwenAutoencoder(cfg)
+    p = params_of(frame_of(stored(theirs)), network.spec)
+    latents, images = normal(2, 3, 5, 4), np.clip(0.5 + 0.2 * normal(2, 24, 40, 4), 0, 1)
+    with torch.no_grad():
+        scaled = latents * np.float32(deviation) + np.float32(mean)
+        want = nhwc(theirs.decode(nchw(scaled)[:, :, None]).sample[:, :, 0]) / 2 + 0.5
+        posterior = theirs.encode(nchw(2 * images - 1)[:, :, None]).latent_dist
+        centre = (nhwc(posterior.mode()[:, :, 0]) - np.float32(mean)) / np.float32(deviation)
+        spread = nhwc(posterior.std[:, :, 0]) / np.float32(deviation)
+    assert np.abs(want).max() > 0.3
+    assert np.mean((want == 1) | (want == 0)) < 0.2
+    got = jax.jit(network.decode)(p, latents)
+    assert got.shape == (2, 24, 40, 4)
+    print("qwen decode", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+    mine, sigma = jax.jit(network.encode)(p, images)
+    print("qwen encode", relative_error(mine, centre), relative_error(sigma, spread))
+    assert relative_error(mine, centre) <= TOLERANCE
+    assert relative_error(sigma, spread) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import numpy as np
 from canvax.errors import CanvaxError
 from canvax.files import temporary_name
 from canvax.images.convert import to_pil
+from canvax.images.formats import format_of, storable
 from canvax.images.grid import make_grid
 from canvax.pipelines.checks import is_tiled
 from canvax.pipelines.options import Callback, Step
@@ -56,7 +57,7 @@ def previews(pipe: Pipeline, path: Path | None) -> Iterator[Callback | None]:
             return
         draft = temporary_name(path.parent).with_suffix(path.suffix)
         try:
-            make_grid(to_pil(_decoded(pipe, step.denoised))).save(draft)
+            storable(make_grid(to_pil(_decoded(pipe, step.denoised))), format_of(path)).save(draft)
             os.replace(draft, path)
         except OSError as error:
             raise CanvaxError(f"--preview {path}: cannot be written ({error.strerror or error})") from error

@@ -50,7 +50,8 @@ class ReadsImage(Addition):
 
     def programs(self, site: Site) -> dict[str, ProgramSpec]:
         read = partial(encode_images, cfg=site.networks.vae, **({"tiled": True} if self.way == "tiled" else {}))
-        return {"image encoder": site.reader("image encoder", read, "vae", *site.size.values(), 3, **site.size)}
+        shape = *site.size.values(), site.networks.autoencoder.channels
+        return {"image encoder": site.reader("image encoder", read, "vae", *shape, **site.size)}
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class ReadsReferences(Addition):
         return tuple(dict.fromkeys(map(reference_encoder, self.sizes)))
 
     def programs(self, site: Site) -> dict[str, ProgramSpec]:
-        read = partial(encode_images, cfg=site.networks.vae)
+        read, channels = partial(encode_images, cfg=site.networks.vae), site.networks.autoencoder.channels
         return {
             reference_encoder((height, width)): site.reader(
-                "image encoder", read, "vae", height, width, 3, height=height, width=width
+                "image encoder", read, "vae", height, width, channels, height=height, width=width
             )
             for height, width in self.sizes
         }

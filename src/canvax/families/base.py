@@ -89,7 +89,8 @@ class SingleFile:
             or ``IndexError`` for missing arrays, ``ValueError`` with the reason for other models.
         configs: fields of the other parts' configs that their arrays do not determine.
         tokenizer: folder of the tokenizer for a text encoder without one next to it.
-        stems: parts of the names of files of the base model and of the distilled one; None if the arrays differ.
+        stems: parts of the names of files of the base model, "" for any, and of the distilled one; None if the arrays
+            differ.
         base: fields of the scheduler's config that mark the base model; if empty, ``model_index.json`` marks it.
         index: further fields of ``model_index.json``, or a function that returns them for the transformer's config.
         unused: prefixes of names of unused arrays.
@@ -110,6 +111,7 @@ class SingleFile:
             return None
         base, distilled = (mark in stem.lower() for mark in self.stems)
         if base or distilled:
+            base = base and bool(self.stems[0] or not distilled)
             return not base, f"by {self.stems[not base]!r} in the name of the file; no array tells"
         return True, (
             f"a guess: the name of the file has neither {self.stems[0]!r} nor {self.stems[1]!r} in it, and no array "
@@ -185,7 +187,9 @@ class Family:
     def defaults_of(self, networks: Networks, schedule: NoiseSchedule | None = None) -> Defaults:
         """Return the defaults of a model, from its networks and its schedule."""
         distilled = networks.unguided or (schedule and self.is_distilled and self.is_distilled(schedule))
-        return self.distilled if distilled and self.distilled else self.defaults
+        defaults = self.distilled if distilled and self.distilled else self.defaults
+        steps = len(schedule.run_times) if schedule else 0
+        return replace(defaults, num_inference_steps=steps) if steps else defaults
 
     def guides(self, networks: Networks, scale: float) -> bool:
         """Return whether a prompt at this guidance scale needs the negative prompt, which doubles the batch."""

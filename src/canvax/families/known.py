@@ -10,12 +10,13 @@ from canvax.families.base import Family
 from canvax.families.flux2 import FLUX2
 from canvax.families.flux3 import FLUX3
 from canvax.families.krea2 import KREA2
+from canvax.families.qwen_image import QWEN_IMAGE
 from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL, SDXL_REFINER
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.networks import Networks
 
-FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX2, FLUX3, KREA2)
+FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX2, FLUX3, KREA2, QWEN_IMAGE)
 """The first family that matches a checkpoint is the checkpoint's."""
 
 MODELS = ", ".join(dict.fromkeys(family.models or family.title for family in FAMILIES))

@@ -61,7 +61,7 @@ SHIFT_BY_SIZE = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1
 """Fields of scheduler configs."""
 
 
-def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) -> ChatTokenizer:
+def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str, empty: str = "") -> ChatTokenizer:
     """Return the tokenizer of a language model, after checking that the model has an embedding for every id."""
     assert isinstance(encoder, LanguageModel)
     tokenizer, size = ChatTokenizer.from_folder(files.folder(encoder.tokenizer), template), encoder.cfg.vocab_size
@@ -69,7 +69,7 @@ def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) 
         raise CheckpointError(
             f"{files}: its tokenizer has the id {tokenizer.largest}, the encoder embeds 0..{size - 1}"
         )
-    return tokenizer
+    return replace(tokenizer, empty=empty)
 
 
 def read_padding_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) -> ChatTokenizer:

@@ -41,7 +41,7 @@ def to_uint8(images: Any) -> np.ndarray:
 
 
 def to_pil(images: Any) -> list[Image]:
-    """Convert [B, H, W, 3] or [H, W, 3], uint8 or floats in 0..1, to PIL images of mode RGB.
+    """Convert [B, H, W, C] or [H, W, C], uint8 or floats in 0..1, to PIL images: RGB for 3 channels, RGBA for 4.
 
     Raises:
         InputError: ``images`` have another shape.
@@ -51,8 +51,9 @@ def to_pil(images: Any) -> list[Image]:
     array = np.asarray(images)
     if array.ndim == 3:
         array = array[None]
-    if array.ndim != 4 or array.shape[-1] != 3:
-        raise InputError("images", f"must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}")
+    if array.ndim != 4 or array.shape[-1] not in (3, 4):
+        shape = list(np.shape(images))
+        raise InputError("images", f"must have the shape [B, H, W, C] or [H, W, C], C of 3 or 4, got {shape}")
     if array.dtype != np.uint8:
         array = to_uint8(array)
     return [Image.fromarray(np.ascontiguousarray(image)) for image in array]
@@ -70,18 +71,30 @@ def check_equal_sizes(images: Sequence[Image]) -> None:
             )
 
 
-def upright_rgb(image: Image) -> Image:
-    """Convert to 8-bit RGB: apply the EXIF orientation and put transparent parts on white."""
+def upright(image: Image) -> Image:
+    """Convert to 8-bit RGB, or RGBA with an alpha channel: apply the EXIF orientation."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
         grey = np.asarray(image, np.float32) / 257.0
         image = Image.fromarray(np.clip(grey + 0.5, 0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    return image.convert("RGB")
+    return image.convert("RGBA" if image.has_transparency_data else "RGB")
+
+
+def upright_rgb(image: Image) -> Image:
+    """Convert to 8-bit RGB: apply the EXIF orientation and put transparent parts on white."""
+    return on_white(upright(image))
+
+
+def on_white(image: Image) -> Image:
+    """Convert to RGB: put transparent parts on white."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 def upright_mask(image: Image) -> Image:

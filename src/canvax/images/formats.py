@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from canvax.errors import CanvaxError, HintWarning, InputError, shown, warn
 from canvax.files import check_writable, named_path
 from canvax.files import written as whole
+from canvax.images.convert import on_white
 from canvax.images.infotext import to_infotext
 from canvax.images.keys import KEYS
 
@@ -38,7 +39,7 @@ _UTF16 = b"UNICODE\0"
 # Drawings take up to a tenth more bytes.
 _QUALITY = {
     "JPEG": {"quality": 95, "subsampling": 0},
-    "WEBP": {"lossless": True},
+    "WEBP": {"lossless": True, "exact": True},
     "PNG": {"compress_type": zlib.Z_RLE},
 }
 
@@ -122,6 +123,15 @@ def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     return keywords | {"exif": exif}
 
 
+def storable(image: Image.Image, kind: str) -> Image.Image:
+    """Return an image as a file of this format can hold it: for JPEG, put transparent parts on white."""
+    if kind != "JPEG" or not image.has_transparency_data:
+        return image
+    if any(image.convert("RGBA").getchannel("A").histogram()[:255]):
+        warn(HintWarning("a JPEG has no transparency: transparent parts are on white; use PNG or WebP to keep them"))
+    return on_white(image)
+
+
 def quality_keywords(kind: str, quality: int | None) -> dict[str, Any]:
     """Return the keywords of ``Image.save`` for a JPEG or WebP ``quality``; none for None or PNG."""
     if quality is None or kind == "PNG":
@@ -194,10 +204,10 @@ class GeneratedImage(Image.Image):
         try:
             path = Path(name).resolve() if isinstance(fp, str | os.PathLike) and kind else None
             if path is None or (path.exists() and not path.is_file()):
-                super().save(fp, format, **keywords | params)
+                self._as(kind, fp, format, **keywords | params)
             else:
                 with whole(path) as draft, open(draft, "wb") as file:
-                    super().save(file, kind, **keywords | params)
+                    self._as(kind, file, kind, **keywords | params)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             problem = f"{name} cannot be written ({error.strerror}); give a name in a folder that is there"
             raise InputError(problem) from None
@@ -207,6 +217,10 @@ class GeneratedImage(Image.Image):
             raise InputError(
                 f"{name or shown(fp)} cannot be saved ({error}); end it with .png, .jpg or .webp"
             ) from None
+
+    def _as(self, kind: str, fp: Any, format: str | None, **params: Any) -> None:
+        image = storable(self, kind)
+        super().save(fp, format, **params) if image is self else image.save(fp, format, **params)
 
 
 def _encodable(text: str) -> str:

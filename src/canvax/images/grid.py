@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from canvax.errors import InputError, check_count
-from canvax.images.convert import check_equal_sizes
+from canvax.images.convert import check_equal_sizes, on_white
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,7 +17,7 @@ _MOST_PIXELS = 1 << 30
 
 
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
-    """Arrange ``images`` row by row in one image; unused cells are white.
+    """Arrange ``images`` row by row in one image; unused cells are white. Transparent images stay so.
 
     Without ``rows`` and ``cols`` the grid is as square as possible, wider rather than higher. With one of them, the
     other is as small as possible.
@@ -35,9 +35,10 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
     _check_pixels("rows", rows, cols * width, rows * height)
-    grid = Image.new("RGB", (cols * width, rows * height), "white")
+    mode = "RGBA" if any(image.has_transparency_data for image in images) else "RGB"
+    grid = Image.new(mode, (cols * width, rows * height), "white")
     for i, image in enumerate(images):
-        grid.paste(image, (i % cols * width, i // cols * height))
+        grid.paste(image.convert(mode), (i % cols * width, i // cols * height))
     return grid
 
 
@@ -45,7 +46,7 @@ def make_sheet(images: Sequence[Image | None], columns: Sequence[str], rows: Seq
     """Arrange ``images`` row by row, with a label above each column and, if ``rows`` are given, left of each row.
 
     All cells have the size of the largest image, and the other images are in the middle of theirs. A cell of None
-    stays white.
+    stays white, and transparent parts are on white.
 
     Raises:
         InputError: the sheet is too large.
@@ -72,7 +73,7 @@ def make_sheet(images: Sequence[Image | None], columns: Sequence[str], rows: Seq
         row, column = divmod(i, len(columns))
         if image:
             x, y = (cell - image.width) // 2, (height - image.height) // 2
-            sheet.paste(image, (left + column * cell + x, line + row * height + y))
+            sheet.paste(on_white(image), (left + column * cell + x, line + row * height + y))
     return sheet
 
 

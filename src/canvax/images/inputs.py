@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from canvax.errors import InputError, miscounted, reading
 from canvax.files import open_regular
-from canvax.images.convert import upright_mask, upright_rgb
+from canvax.images.convert import on_white, upright, upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
 from canvax.types import HostArray
 
@@ -26,7 +26,7 @@ MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes can declare any size."""
 
 
-def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
+def read_images(name: str, value: Any, count: int, *, grey: bool = False, alpha: bool = False) -> list[Image.Image]:
     """Read an argument's images, one for each of ``count`` or a single image; upright, RGB or with ``grey`` L.
 
     Args:
@@ -35,11 +35,12 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
             (a batch has another axis in front), uint8 or floats in 0..1.
         count: number of images that the call generates.
         grey: return images with one channel.
+        alpha: return images with an alpha channel as RGBA, not on white.
 
     Raises:
         InputError: an image cannot be read, or the number of images is neither 1 nor ``count``.
     """
-    return [_upright(name, entry, grey=grey) for entry in _entries(name, value, count)]
+    return [_upright(name, entry, grey=grey, alpha=alpha) for entry in _entries(name, value, count)]
 
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
@@ -69,11 +70,11 @@ def fingerprint(image: Image.Image) -> str:
 
 
 def clip_square(image: Image.Image, side: int) -> HostArray:
-    """Return CLIP's input for an image: its central square [side, side, 3] float32 in 0..1.
+    """Return CLIP's input for an image: its central square [side, side, 3] float32 in 0..1, on white.
 
     The bicubic resize is rounded to 8 bits, as in CLIP's image processor.
     """
-    short = min(image.size)
+    image, short = on_white(image), min(image.size)
     if max(image.size) > LONGEST * short:  # saves resizing parts that are cropped away
         sides = [min(length, LONGEST * short) for length in image.size]
         left, top = ((whole - length) // 2 for whole, length in zip(image.size, sides, strict=True))
@@ -94,7 +95,7 @@ def _as_array(name: str, value: Any) -> np.ndarray:
         return np.asarray(value)
 
 
-def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
+def _upright(name: str, value: Any, *, grey: bool, alpha: bool) -> Image.Image:
     if isinstance(value, str) and value[:5].lower() == "data:":
         cure = "open it first: Image.open(io.BytesIO(base64.b64decode(value.partition(',')[2])))"
         raise InputError(name, "is a data URL, not a file", cure=cure, value=value[:40])
@@ -128,7 +129,7 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
             name, "has the mode F, numbers of any range", cure="give np.asarray(image) with floats in 0..1"
         )
     try:
-        return (upright_mask if grey else upright_rgb)(image)
+        return (upright_mask if grey else upright if alpha else upright_rgb)(image)
     except (OSError, ValueError, SyntaxError) as error:
         raise InputError(name, f"cannot be read ({error})") from None
 

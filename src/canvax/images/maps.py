@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageFilter, ImageOps
 
 from canvax.errors import InputError, nearest
+from canvax.images.convert import on_white
 from canvax.types import HostArray
 
 SETTINGS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
@@ -29,13 +30,13 @@ def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image
     Args:
         kind: "canny": edges, white on black; "invert": for drawings, black on white; "threshold": black and white;
             "blur": for networks that sharpen.
-        image: an RGB image.
+        image: an RGB image; transparent parts are put on white.
         settings: see ``SETTINGS``.
 
     Raises:
         InputError: the kind or a setting is unknown.
     """
-    numbers = _checked(kind, settings)
+    numbers, image = _checked(kind, settings), on_white(image)
     if kind == "canny":
         pixels = canny(np.asarray(image), numbers["low"], numbers["high"])
         return Image.fromarray(pixels.astype(np.uint8) * 255).convert("RGB")

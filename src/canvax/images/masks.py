@@ -44,7 +44,11 @@ def around(mask: Image.Image | None, size: tuple[int, int], sides: Box) -> Image
 
 
 def painted_over(image: Image.Image, mask: Image.Image) -> Image.Image:
-    """Fill the masked part of an image with the colours of its surroundings."""
+    """Fill the masked part of an image with the colours of its surroundings, and with their alpha."""
+    if image.mode == "RGBA":
+        whole = painted_over(image.convert("RGB"), mask)
+        whole.putalpha(painted_over(image.getchannel("A").convert("RGB"), mask).getchannel(0))
+        return whole
     kept = np.asarray(mask, np.float32)[..., None] < 127.5
     pixels = np.asarray(image, np.float32)
     painted = np.broadcast_to(pixels[kept[..., 0]].mean(axis=0), pixels.shape) if kept.any() else pixels
@@ -76,12 +80,12 @@ def box_of(mask: Image.Image, padding: int, height: int, width: int) -> Box:
 
 
 def as_floats(image: Image.Image) -> HostArray:
-    """Convert an image to [H, W, 3] float32 in 0..1."""
+    """Convert an image to [H, W, C] float32 in 0..1."""
     return np.asarray(image, np.float32) / np.float32(255)
 
 
 def pixels_resized(pixels: HostArray, height: int, width: int) -> HostArray:
-    """Resize [H, W, 3] float32 in 0..1 by Lanczos resampling."""
+    """Resize [H, W, C] float32 in 0..1 by Lanczos resampling."""
     if pixels.shape[:2] == (height, width):
         return pixels
     channels = [resized(Image.fromarray(pixels[..., i]), height, width) for i in range(pixels.shape[2])]

@@ -48,7 +48,7 @@ def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any], *, o
         InputError: the file exists, even if another process created it a moment ago, or its extension is unknown.
         CanvaxError: the file cannot be written.
     """
-    from canvax.images.formats import format_of, save_keywords
+    from canvax.images.formats import format_of, save_keywords, storable
 
     path = Path(path)
     kind = format_of(path)
@@ -57,7 +57,7 @@ def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any], *, o
     try:
         try:
             with open(draft, "xb") as file:
-                image.save(file, kind, **keywords)
+                storable(image, kind).save(file, kind, **keywords)
             os.replace(draft, path) if overwrite else _publish(draft, path)
         finally:
             with suppress(OSError, ValueError):

@@ -51,8 +51,13 @@ class Autoencoder(Protocol):
         """C of the latents [B, h, w, C]."""
         ...
 
+    @property
+    def channels(self) -> int:
+        """Channels of the images that it decodes: 3, or 4 with alpha."""
+        return 3
+
     def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
-        """Decode latents [B, h, w, C] float32 to images [B, H, W, 3] float32, 0..1 up to rounding."""
+        """Decode latents [B, h, w, C] float32 to images [B, H, W, channels] float32, 0..1 up to rounding."""
         ...
 
     def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
@@ -61,7 +66,7 @@ class Autoencoder(Protocol):
 
 
 @dataclass(frozen=True)
-class _Configured:
+class _Configured(Autoencoder):
     """Base of autoencoders whose config declares the shape of the latents."""
 
     cfg: AutoencoderConfig

@@ -89,16 +89,17 @@ class DecoderConfig(Config):
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def decoder_lm_spec(cfg: DecoderConfig, layers: int) -> Spec:
+def decoder_lm_spec(cfg: DecoderConfig, layers: int, *, normalised: bool = True) -> Spec:
     """Declare the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``.
 
-    The final normalisation is included if these are all layers.
+    If these are all layers, ``normalised`` includes the final normalisation.
     """
     spec: Spec = {
         "embed_tokens": embedding_spec(cfg.vocab_size, cfg.hidden_size),
         "layers": {str(i): _layer_spec(cfg) for i in range(layers)},
     }
-    return {"model": spec | ({"norm": rms_norm_spec(cfg.hidden_size)} if layers == cfg.num_hidden_layers else {})}
+    last = normalised and layers == cfg.num_hidden_layers
+    return {"model": spec | ({"norm": rms_norm_spec(cfg.hidden_size)} if last else {})}
 
 
 def _layer_spec(cfg: DecoderConfig) -> Spec:
@@ -128,7 +129,9 @@ def decoder_lm(
     taps: tuple[int, ...],
     pad_position: int | None = None,
 ) -> Array:
-    """Encode token ids to the residual stream after some layers; after the model's last layer it is normalised.
+    """Encode token ids to the residual stream after some layers.
+
+    After the model's last layer it is normalised if the parameters have the final normalisation.
 
     Args:
         p: parameters as declared by ``decoder_lm_spec``.
@@ -153,7 +156,7 @@ def decoder_lm(
         for i in range(max(taps)):
             h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg, where=f"layers.{i}")
             stream.append(h)
-    if len(stream) > cfg.num_hidden_layers:
+    if "norm" in p:
         stream[-1] = rms_norm(p["norm"], h, eps=cfg.rms_norm_eps)
     return jnp.stack([stream[tap] for tap in taps], axis=2)
 
@@ -183,6 +186,8 @@ class LanguageModel(TextEncoder):
         lengths: see ``TextEncoder``.
         most: number of tokens of the longest prompt.
         pad_position: see ``decoder_lm``.
+        normalised: whether the output of the model's last layer is normalised.
+        tokenizer: see ``TextEncoder``.
     """
 
     cfg: DecoderConfig
@@ -191,12 +196,13 @@ class LanguageModel(TextEncoder):
     lengths: tuple[int, ...] = (128, 256, 512)
     most: int = 512
     pad_position: int | None = None
+    normalised: bool = True
+    tokenizer: str = "tokenizer"
     component = FIRST
-    tokenizer = "tokenizer"
 
     @property
     def spec(self) -> Spec:
-        return decoder_lm_spec(self.cfg, self.tap)
+        return decoder_lm_spec(self.cfg, self.tap, normalised=self.normalised)
 
     @property
     def width(self) -> int:

@@ -129,6 +129,11 @@ class Networks:
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
 
     @property
+    def image_mode(self) -> str:
+        """PIL's mode of the images: RGB, or RGBA if the autoencoder has alpha."""
+        return "RGBA" if self.autoencoder.channels == 4 else "RGB"
+
+    @property
     def packing(self) -> Packing:
         """Layout of latents in the loop."""
         return self.denoiser.facts.packing

@@ -85,7 +85,7 @@ def encode(
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
     """See ``canvax.Pipeline.encode_image``."""
     shape = np.shape(image) if isinstance(image, Tracer | jax.Array | np.ndarray) else ()
-    if isinstance(image, Tracer) or (len(shape) == 4 and shape[-1] == 3 and height is width is None):
+    if isinstance(image, Tracer) or (len(shape) == 4 and shape[-1] in _channels(model) and height is width is None):
         if (height, width) != (None, None):
             raise InputError("image", "is traced and cannot be resized", cure="leave height and width out")
         return _encode_images(_weights(model, params, "vae"), _pixels(model, image), cfg=model.vae)[0]
@@ -99,7 +99,8 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
         raise InputError(
             "image", "is no image", cure="give a PIL image, a path, an array or a list of these", value=None
         )
-    images = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
+    mode = model.networks.image_mode
+    images = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options(), mode)
     assert images is not None
     pixels = jnp.asarray(np.stack([as_floats(image) for image in images.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]
@@ -156,12 +157,18 @@ def numbers(name: str, value: Any) -> Array:
     return array
 
 
+def _channels(model: Model) -> list[int]:
+    """Return how many channels an image to encode may have: 3, and 4 if the model has alpha."""
+    return sorted({3, model.networks.autoencoder.channels})
+
+
 def _pixels(model: Model, value: Any) -> Array:
-    """Images [B, H, W, 3] float32 in 0..1 of an array of these, or of uint8, traced or not."""
+    """Images [B, H, W, C] float32 in 0..1 of an array of these, or of uint8, traced or not."""
     images, step = numbers("image", value), model.networks.size_step
     images = images[None] if images.ndim == 3 else images
-    if images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape:
-        raise InputError("image", f"has shape {images.shape}, not [B, H, W, 3]")
+    if images.ndim != 4 or images.shape[-1] not in _channels(model) or 0 in images.shape:
+        wanted = " or ".join(f"[B, H, W, {count}]" for count in _channels(model))
+        raise InputError("image", f"has shape {images.shape}, not {wanted}")
     if any(side % step for side in images.shape[1:3]):
         problem = f"has shape {images.shape}, whose sides are not divisible by {step}"
         raise InputError("image", problem, cure="resize it")

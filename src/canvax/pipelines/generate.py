@@ -86,7 +86,7 @@ def text_to_image(
         rows = batch.unpacked(rows)
     del batch  # with its copy of weights that wait elsewhere
     with clock("decode"):
-        pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
+        pixels: Any = np.zeros((0, request.height, request.width, model.networks.autoencoder.channels), np.float32)
         if "decoder" in ready:
             decoded = ready["decoder"](params, samples)
             pixels = decoded[:count] if request.on_device else local_rows(decoded, count)[1]
@@ -270,7 +270,7 @@ def two_passes(
 
 
 def enlarged(larger: Request, pixels: HostArray, latents: HostArray) -> Request:
-    """The request of ``second_pass`` with the images [n, H, W, 3] or the latents [n, h, w, C] of the first pass."""
+    """The request of ``second_pass`` with the images [n, H, W, C] or the latents [n, h, w, C] of the first pass."""
     assert larger.init_images is not None
     if larger.options.hires_method == "latent":
         init = replace(larger.init_images, latents=_latents_resized(latents, *larger.shape[1:3]))
@@ -325,7 +325,7 @@ def second_pass(model: Model, request: Request) -> Request:
         prompts, embeds = request.hires_prompts, (None, embeds[1])
         negatives = (request.negatives, request.negatives_2)
         texts = read_texts(model, (prompts, prompts), negatives, options, steps, request.references)
-    blank = [Image.new("RGB", (width, height))]
+    blank = [Image.new(model.networks.image_mode, (width, height))]
     larger = replace(
         request,
         height=height,

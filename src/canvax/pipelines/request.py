@@ -15,6 +15,7 @@ from canvax.denoise import Known
 from canvax.errors import InputError, conflict, needs, refuse_tracers
 from canvax.families.base import SECOND_PROMPTS, Model
 from canvax.guidance import OFF, Guidance
+from canvax.images.convert import on_white
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -160,7 +161,8 @@ def make_request(model: Model, call: Call) -> Request:
     if references is not None:
         size = (size[0] or references.sizes[0][0], size[1] or references.sizes[0][1])
     image = call.image if references is None else None
-    init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options)
+    mode = model.networks.image_mode
+    init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options, mode)
     if init is not None and init.masks and model.networks.denoiser.facts.edits:
         references = References([init.images])
     if init is None:
@@ -438,7 +440,7 @@ class InitImages:
         return images, np.stack([hole[::factor, ::factor] for hole in holes]).astype(np.float32)
 
     def pasted(self, pixels: HostArray, indices: list[int]) -> HostArray:
-        """Generated pixels [n, H, W, 3] of some images of the call, with the given ones where they stay."""
+        """Generated pixels [n, H, W, C] of some images of the call, with the given ones where they stay."""
         if not self.masks or not len(pixels):
             return pixels
         return np.stack([self._pasted(image, i) for image, i in zip(pixels, indices, strict=True)])
@@ -454,7 +456,14 @@ class InitImages:
 
 
 def check_init_images(
-    image: Any, mask: Any, strength: Any, size: tuple[Any, Any], count: int, factor: int, options: Options
+    image: Any,
+    mask: Any,
+    strength: Any,
+    size: tuple[Any, Any],
+    count: int,
+    factor: int,
+    options: Options,
+    mode: str = "RGB",
 ) -> InitImages | None:
     """The image of a call at the size to generate, which is the image's own unless ``size`` says otherwise.
 
@@ -466,6 +475,7 @@ def check_init_images(
         count: images of the call.
         factor: pixels per latent.
         options: of the call.
+        mode: PIL's mode of the model's images.
 
     Raises:
         InputError: naming the argument, its value and the cure.
@@ -477,7 +487,7 @@ def check_init_images(
         return None
     if options.denoising_start:
         raise conflict("image", "denoising_start", why="strength says where an image begins")
-    images = read_images("image", image, count)
+    images = [image.convert(mode) for image in read_images("image", image, count, alpha=mode == "RGBA")]
     masks = [] if mask is None else read_images("mask", mask, count, grey=True)
     for i in range(len(masks)):
         if masks[i].size != entry(images, i).size:
@@ -486,7 +496,10 @@ def check_init_images(
                 f"is {_size(masks[i])} and the image {_size(entry(images, i))}",
                 cure="they must be of the same size",
             )
-    fingerprints = {"image": [fingerprint(image) for image in images], "mask": [fingerprint(image) for image in masks]}
+    # On white, as those know the image who do not know the model.
+    fingerprints = {
+        "image": [fingerprint(on_white(image)) for image in images], "mask": [fingerprint(image) for image in masks]
+    }  # fmt: skip
     fingerprints = {name: texts for name, texts in fingerprints.items() if texts}
     if options.outpaint:
         sides = cast(Box, options.outpaint)  # as canvax.Options keeps it

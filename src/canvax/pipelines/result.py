@@ -53,7 +53,8 @@ class Result(Generic[Images]):
         images: a list of PIL images, which write their metadata when they are saved as PNG, JPEG or WebP; none if the
             run was stopped by ``denoising_end``. With an ``output_type``, ``pixels`` or ``latents``, as in diffusers:
             then the type is ``Result[np.ndarray]``.
-        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits. With ``output_type="jax"``
+        pixels: the same as an array [B, H, W, C] float32 in 0..1, before rounding to 8 bits; C is 4 for a model of
+            images with alpha, else 3. With ``output_type="jax"``
             it is a JAX array on the devices, and so is ``latents``.
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.

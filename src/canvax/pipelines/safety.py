@@ -58,7 +58,7 @@ class SafetyChecker:
         return cls(cfg, {**tree, **{name: tree[f"{vectors}_weights"] for name, vectors in _LIMITS.items()}})
 
     def flags(self, pixels: HostArray) -> list[bool]:
-        """Whether each image [B, H, W, 3] in 0..1 is one to refuse."""
+        """Whether each image [B, H, W, C] in 0..1 is one to refuse."""
         if not len(pixels):
             return []
         return self.judge(np.stack([clip_square(image, self.cfg.image_size) for image in to_pil(pixels)]))
@@ -70,9 +70,11 @@ class SafetyChecker:
         return [refused(*row, limits["special"], limits["concept"]) for row in zip(special, concepts, strict=True)]
 
     def blacken(self, pixels: HostArray) -> tuple[HostArray, list[bool]]:
-        """Images [B, H, W, 3] with those in black that are refused, and whether each is."""
+        """Images [B, H, W, C] with those in black that are refused, and whether each is."""
         flags = self.flags(pixels)
-        return pixels * kept(flags), flags
+        black = np.zeros_like(pixels)
+        black[..., 3:] = 1  # opaque
+        return np.where(kept(flags), pixels, black), flags
 
     def __call__(self, result: Result) -> Result:
         """``result`` with what is refused in black, and the answer for each image in its metadata.

@@ -15,7 +15,7 @@ from PIL import Image
 from canvax.call import Enlarging
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
-from canvax.images.convert import to_pil
+from canvax.images.convert import on_white, to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import as_floats, extended, resized
@@ -56,7 +56,7 @@ def upscaled(
         raise InputError(
             "control", f"does not go with {model.name}, which has no ControlNet", cure="leave it out", value=True
         )
-    (source,) = read_images("image", image, 1)
+    (source,) = read_images("image", image, 1, alpha=True)
     if not isinstance(prompt, str):
         raise InputError("prompt", "is not text", cure="all tiles have one prompt", value=prompt)
     seed = check_seed(seed)
@@ -196,11 +196,13 @@ class Tiles:
         self._sides = rows, columns = [max(math.ceil(side / self._factor) * self._factor, tile) for side, tile in sides]
         down, across = (starts(side, tile, overlap, self._factor) for side, tile in ((rows, tall), (columns, wide)))
         self.places = [(row, column) for row in down for column in across]
+        mode = model.networks.image_mode
+        source = (on_white(source) if mode == "RGB" else source).convert(mode)
         large = resized(source, self.height, self.width)
         self.large = extended(large, (0, 0, columns - self.width, rows - self.height))
         (self._noise,) = initial_noise([seed], model.networks.latent_shape(1, rows, columns)[1:], noise)
         settings = {"scale": scale, "overlap": overlap} | ({"prompt": prompt} if prompt else {})
-        self._record = {"noise": noise, "image_sha256": fingerprint(source), "upscale": settings}
+        self._record = {"noise": noise, "image_sha256": fingerprint(on_white(source)), "upscale": settings}
         self._lock = threading.Lock()
         self._sum: HostArray | None = None
         self._weight: HostArray | None = None
@@ -215,7 +217,7 @@ class Tiles:
         return Tile(row, column, self.large.crop((column, row, column + wide, row + tall)), noise)
 
     def add(self, index: int, pixels: HostArray) -> None:
-        """Put in what became of one, float32 [tall, wide, 3]. Any thread may."""
+        """Put in what became of one, float32 [tall, wide, C]. Any thread may."""
         (row, column), (tall, wide), (rows, columns) = self.places[index], self._size, self._sides
         down, across = fade(row, tall, rows, self._overlap), fade(column, wide, columns, self._overlap)
         weight = down[:, None, None] * across[None, :, None]
@@ -223,14 +225,14 @@ class Tiles:
         with self._lock:
             if self._sum is None or self._weight is None:
                 self._sum, self._weight = (
-                    np.zeros((rows, columns, 3), np.float32),
+                    np.zeros((rows, columns, pixels.shape[-1]), np.float32),
                     np.zeros((rows, columns, 1), np.float32),
                 )
             self._sum[where] += weight * pixels
             self._weight[where] += weight
 
     def pixels(self) -> HostArray:
-        """The whole [height, width, 3] float32; where no tile was put in yet, the image enlarged."""
+        """The whole [height, width, C] float32; where no tile was put in yet, the image enlarged."""
         with self._lock:
             if self._sum is None or self._weight is None:
                 whole = as_floats(self.large)

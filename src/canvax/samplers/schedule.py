@@ -45,6 +45,7 @@ class NoiseSchedule:
     shift_terminal: for flow models, the time before the last step; the times of a run are stretched to end there.
     even_times: for flow models, whether the times of a run of n steps are 1, (n - 1) / n, ... 1 / n before the shift,
     whatever the sampler; else they are as the sampler's class in diffusers places them.
+    run_times: for flow models, the times before the shift of a run with as many steps; other runs have even times.
     Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v; Lipman et
     al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
     """
@@ -58,6 +59,7 @@ class NoiseSchedule:
     mu_line: tuple[float, float, float, float] = (256, 0.5, 4096, 1.15)
     shift_terminal: float | None = None
     even_times: bool = False
+    run_times: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         try:

@@ -169,7 +169,9 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
     if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
         sigmas = _to_terminal(schedule, curve_levels(schedule, steps, options, 1.0, 1.0))
         return schedule.timestep_of(sigmas), sigmas
-    if schedule.even_times:
+    if len(schedule.run_times) == steps:
+        sigmas = shifted(np.array(schedule.run_times), shift)
+    elif schedule.even_times:
         sigmas = shifted(np.arange(steps, 0, -1) / steps, shift)
     elif family != "dpm":
         # A constant shift is applied twice to the last time, as in the reference.

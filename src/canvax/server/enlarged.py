@@ -85,7 +85,7 @@ class Enlarged:
         self._lock, self._added = threading.Lock(), 0
 
     def add(self, tile: int, pixels: HostArray) -> tuple[bool, int | None]:
-        """Put in a tile [H, W, 3]. Whether it was the last, and the number of the preview that is due now."""
+        """Put in a tile [H, W, C]. Whether it was the last, and the number of the preview that is due now."""
         self._tiles.add(tile, pixels)
         with self._lock:
             before, self._added = self._added, self._added + 1
@@ -93,7 +93,7 @@ class Enlarged:
             return self._added == len(self._tiles), due - 1 if had < due <= self._previews else None
 
     def pixels(self) -> HostArray:
-        """The whole so far [H, W, 3] float32."""
+        """The whole so far [H, W, C] float32."""
         return self._tiles.pixels()
 
     def metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:

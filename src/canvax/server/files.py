@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from canvax.errors import CanvaxError
-from canvax.images.convert import to_pil
-from canvax.images.formats import quality_keywords, save_keywords
+from canvax.images.convert import on_white, to_pil
+from canvax.images.formats import quality_keywords, save_keywords, storable
 from canvax.server.jobs import Format
 from canvax.types import HostArray
 
@@ -27,7 +27,7 @@ def image_file(pixels: HostArray, kind: Format, quality: int | None, metadata: M
     """The file of an image.
 
     Args:
-        pixels: [H, W, 3] float32 in 0..1.
+        pixels: [H, W, C] float32 in 0..1.
         kind: its format.
         quality: of JPEG and WebP; None for the best that is usual.
         metadata: written into it; empty for none.
@@ -41,14 +41,14 @@ def image_file(pixels: HostArray, kind: Format, quality: int | None, metadata: M
             "or float32, or lower the guidance scale"
         )
     name = kind.upper()
-    out = io.BytesIO()
-    to_pil(pixels[None])[0].save(out, name, **save_keywords(name, metadata) | quality_keywords(name, quality))
+    out, image = io.BytesIO(), storable(to_pil(pixels[None])[0], name)
+    image.save(out, name, **save_keywords(name, metadata) | quality_keywords(name, quality))
     return out.getvalue()
 
 
 def preview_file(pixels: HostArray, size: tuple[int, int]) -> bytes:
-    """A small JPEG of an image on its way [H, W, 3] float32, enlarged to ``size`` (width, height) or less."""
-    image = to_pil(np.clip(np.nan_to_num(pixels), 0, 1)[None])[0]
+    """A small JPEG of an image on its way [H, W, C] float32, enlarged to ``size`` (width, height) or less."""
+    image = on_white(to_pil(np.clip(np.nan_to_num(pixels), 0, 1)[None])[0])
     scale = min(1.0, PREVIEW_SIDE / max(size))
     small = (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
     if image.size != small:
@@ -59,7 +59,7 @@ def preview_file(pixels: HostArray, size: tuple[int, int]) -> bytes:
 
 
 class Colours:
-    """A linear map from latents to colours, learnt from images that were decoded: a preview in no time.
+    """A linear map from latents to colours on white, learnt from images that were decoded: a preview in no time.
 
     Each latent pixel has one colour, so it shows composition and colours, not details.
     """
@@ -75,10 +75,12 @@ class Colours:
         return self._seen > 0
 
     def learn(self, latents: HostArray, pixels: HostArray) -> None:
-        """From an image: latents [h, w, C] and pixels [H, W, 3] float32 in 0..1."""
+        """From an image: latents [h, w, C] and pixels [H, W, 3 or 4] float32 in 0..1."""
         if self._seen >= _LEARNT_FROM or not np.isfinite(pixels).all():
             return
         height, width, _ = latents.shape
+        pixels, alpha = pixels[..., :3], pixels[..., 3:]
+        pixels = alpha * pixels + 1 - alpha if alpha.size else pixels
         tiles = pixels.reshape(height, pixels.shape[0] // height, width, pixels.shape[1] // width, 3)
         x, y = _with_one(latents), tiles.mean(axis=(1, 3)).reshape(-1, 3)
         with self._lock:

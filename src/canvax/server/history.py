@@ -22,6 +22,7 @@ from starlette.responses import Response
 
 from canvax.errors import InputError
 from canvax.files import open_regular
+from canvax.images.convert import on_white
 from canvax.images.formats import FORMATS
 from canvax.images.grid import make_sheet
 from canvax.images.metadata import canvax_metadata_in, prompt_of, save_numbered
@@ -192,7 +193,7 @@ def _sheet(folder: Path, body: NewSheet) -> str:
             with open_regular(path) as raw, io.BufferedReader(raw) as file:
                 grid.append(canvax_metadata_in(file, path))
                 file.seek(0)
-                images.append(Image.open(file).convert("RGB"))
+                images.append(on_white(Image.open(file)))
         sheet = make_sheet(images, body.columns, body.rows)
     except (InputError, OSError, ValueError, Image.DecompressionBombError):
         problem = "files: one is damaged, or they are too large for one sheet; send fewer"

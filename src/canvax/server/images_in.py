@@ -110,7 +110,7 @@ def bytes_of_text(name: str, text: str) -> bytes:
 
 
 def colours(name: str, image: Image.Image) -> Image.Image:
-    """RGB, what is transparent on white.
+    """RGB, or RGBA of an image with an alpha channel: a model of images without puts it on white.
 
     Raises:
         Rejected: it has the colours of a printer.
@@ -140,7 +140,7 @@ def transparent_mask(name: str, image: Image.Image) -> Image.Image:
 
 def _read(name: str, image: Image.Image, *, grey: bool) -> Image.Image:
     try:
-        read = read_images(name, image, 1, grey=grey)[0]
+        read = read_images(name, image, 1, grey=grey, alpha=True)[0]
         read.info = {}  # texts and profiles of the file's: nothing but pixels gets in
         return read
     except InputError as error:

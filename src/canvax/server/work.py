@@ -95,7 +95,7 @@ class Stage:
         request: a call for images of this run.
         table: of its sampler.
         group: what it can be batched with.
-        then: completes the request of the next stage with the pixels [H, W, 3] and latents [h, w, C] of this one; None
+        then: completes the request of the next stage with the pixels [H, W, C] and latents [h, w, C] of this one; None
             in the last stage.
     """
 
@@ -232,7 +232,7 @@ class Item:
         )
 
     def advance(self, pixels: HostArray, latents: HostArray) -> bool:
-        """Go to the next stage from pixels [H, W, 3] and latents [h, w, C]; False where this one was the last."""
+        """Go to the next stage from pixels [H, W, C] and latents [h, w, C]; False where this one was the last."""
         if (then := self.stages[self.at].then) is None:
             return False
         self.at, self._row, self.carried, self.decodes = self.at + 1, 0, None, None

@@ -117,7 +117,7 @@ class Writer:
             return time.monotonic() - min(self._began.values()) if self._began else 0.0
 
     def image(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
-        """Make the file of an image [H, W, 3] that is decoded, or put a tile into the image that it is of."""
+        """Make the file of an image [H, W, C] that is decoded, or put a tile into the image that it is of."""
         with self._lock:
             self.images += 1
         self._threads.submit(self._called, self._image, served, item, pixels, latents)
@@ -142,7 +142,7 @@ class Writer:
             self._freed()
 
     def preview(self, served: ServedModel, item: Item, pixels: HostArray | None, latents: HostArray) -> None:
-        """Make a preview of an image: decoded pixels [H, W, 3] where there are any, else colours of its latents.
+        """Make a preview of an image: decoded pixels [H, W, C] where there are any, else colours of its latents.
 
         Where there is no room there is no preview.
         """
@@ -216,7 +216,7 @@ class Writer:
     def _save(
         self, folder: Path, pixels: HostArray, metadata: Mapping[str, Any], seed: int
     ) -> tuple[str | None, str | None]:
-        """Save an image [H, W, 3] in a folder. Returns the file's name and None, or None and why there is none.
+        """Save an image [H, W, C] in a folder. Returns the file's name and None, or None and why there is none.
 
         A full disk is no fault of who asked for the image: the job is done, and says that this file is missing.
         """

@@ -26,6 +26,7 @@ class ChatTokenizer:
         template: chat template, with {} for the prompt.
         largest: the largest id.
         pad: id of the padding after a prompt.
+        empty: text that replaces an empty prompt.
         added: words of textual inversions; always empty.
     """
 
@@ -33,6 +34,7 @@ class ChatTokenizer:
     template: str
     largest: int
     pad: int = 0
+    empty: str = ""
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -64,7 +66,7 @@ class ChatTokenizer:
             InputError: ``text`` is not valid Unicode.
         """
         try:
-            return self.backend.encode(self.template.format(text), add_special_tokens=False).ids
+            return self.backend.encode(self.template.format(text or self.empty), add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
             raise InputError("prompt", f"is not valid Unicode: {text!r}", cure="pass valid Unicode") from None
 

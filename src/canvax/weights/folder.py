@@ -32,15 +32,12 @@ DEFAULTS = "canvax.json"
 
 Library = Literal["diffusers", "transformers"]
 
-_PLAIN = re.compile(r"(scheduler|tokenizer)(?:_\d+)?")
-_PLAIN_FILES: dict[str, tuple[str, ...]] = {
-    "scheduler": ("scheduler_config.json",),
-    "tokenizer": (
-        *("tokenizer.json", "vocab.json", "merges.txt"),
-        *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-        *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    ),
-}
+_PLAIN = re.compile(r"(scheduler|tokenizer|processor)(?:_\d+)?")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+)
 
 STEMS: dict[Library, str] = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 FLAX_FILES: dict[Library, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
@@ -69,13 +66,21 @@ class WeightPlan:
 
 def plain_files(component: str) -> tuple[str, ...]:
     """Return the files that canvax reads or copies of a component without weights; () for others."""
+    if is_tokenizer(component):
+        return _TOKENIZER_FILES
+    return ("scheduler_config.json",) if _PLAIN.fullmatch(component) else ()
+
+
+def is_tokenizer(component: str) -> bool:
+    """Return whether a component is a tokenizer, or the processor of images and text that contains it."""
     match = _PLAIN.fullmatch(component)
-    return _PLAIN_FILES[match[1]] if match else ()
+    return match is not None and match[1] != "scheduler"
 
 
 def library_of(component: str) -> Library:
     """Return the library whose class a component is, and whose file names its weights have."""
-    return "transformers" if component.startswith(("text_encoder", "tokenizer", "safety_checker")) else "diffusers"
+    transformers = component.startswith(("text_encoder", "safety_checker")) or is_tokenizer(component)
+    return "transformers" if transformers else "diffusers"
 
 
 def read_index(

@@ -23,7 +23,7 @@ from canvax.models.decoder_lm import LanguageModel
 from canvax.models.flux2_vae import UNUSED as COUNTS
 from canvax.models.flux2_vae import Flux2Autoencoder
 from canvax.models.networks import Networks
-from canvax.models.wan_vae import WanAutoencoder
+from canvax.models.wan_vae import FrameAutoencoder
 from canvax.weights.entries import Entry
 from canvax.weights.formats import vae_rules, whole_name
 from canvax.weights.rules import Names, Rule
@@ -46,7 +46,7 @@ def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entri
     network = _network(networks, component)
     if component == networks.denoiser.component:
         return Names(names).to_internal(entries)
-    if isinstance(network, WanAutoencoder):
+    if isinstance(network, FrameAutoencoder):
         return of_one_frame(entries)
     if isinstance(network, Flux2Autoencoder):
         entries = [entry for entry in entries if entry.name not in COUNTS]
@@ -72,7 +72,7 @@ def arrays_to_save(
     network = _network(networks, component)
     if component == networks.denoiser.component:
         return Names(stacks).to_external(arrays)
-    if isinstance(network, WanAutoencoder):
+    if isinstance(network, FrameAutoencoder):
         return of_videos(arrays)
     if isinstance(network, Flux2Autoencoder):  # diffusers expects the count
         zero = np.zeros((), np.int64)
@@ -84,7 +84,7 @@ def arrays_to_save(
 
 def reads_parts_of_arrays(networks: Networks, component: str) -> bool:
     """Return whether only parts of arrays are used, so that saving a component needs its files."""
-    return isinstance(_network(networks, component), WanAutoencoder)
+    return isinstance(_network(networks, component), FrameAutoencoder)
 
 
 def _network(networks: Networks, component: str) -> Any:

@@ -263,7 +263,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
     path = location.local()
     if path is not None:
         folder = path.parent if path.is_file() else path
-        for directory in (folder, folder / "tokenizer"):
+        for directory in (folder, folder / "tokenizer", folder / "processor"):
             if (directory / _TOKENIZER).is_file():
                 return directory
         if otherwise is not None:
@@ -271,7 +271,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
         cure = "name the folder of the tokenizer, or a Hub id"
         raise InputError(location.argument, f"has no {_TOKENIZER}", cure=cure, value=location.text)
     location, inside = location.on_hub()
-    folders = [f"{inside}/"] if inside else ["tokenizer/", ""]
+    folders = [f"{inside}/"] if inside else ["tokenizer/", "processor/", ""]
     commit = find_commit(location, *(folder + _TOKENIZER for folder in folders))
     if (names := commit.names) is not None:
         folder = next((place for place in folders if place + _TOKENIZER in names), None)

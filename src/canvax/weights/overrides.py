@@ -4,6 +4,7 @@ AutoencoderKL           diffusers: encoder.down_blocks.0. ...; original: [first_
 AutoencoderKLFlux2      as AutoencoderKL, with bn.running_mean
 AutoencoderKLQwenImage  diffusers: decoder.mid_block.resnets.0.norm1.gamma; Wan 2.1:
     decoder.middle.0.residual.0.gamma
+AutoencoderKLQwenImage21  diffusers alone: encoder.down_blocks.0.resnets.0.norm1.gamma
 AutoencoderTiny         diffusers: decoder.layers.0.weight; TAESD: decoder.1.weight, where the clamp has number 0
 """
 
@@ -21,6 +22,7 @@ from canvax.families.known import AUTOENCODERS, family_of
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
+from canvax.weights.folder import is_tokenizer
 from canvax.weights.formats import TAESD, vae_rules
 from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
 from canvax.weights.language_model import open_language_model
@@ -127,8 +129,9 @@ class Overrides:
         if (tokenizer := self._tokenizer(where, files)) is not None:
             assert single is not None  # otherwise it was refused
             folder = find_tokenizer(tokenizer, otherwise=single.tokenizer if self.tokenizer is None else None)
-            components.setdefault("tokenizer", family.classes["tokenizer"][0])
-            folders = lambda part: folder if part == "tokenizer" else files.folders(part)  # noqa: E731
+            name = next(filter(is_tokenizer, family.classes))
+            components.setdefault(name, family.classes[name][0])
+            folders = lambda part: folder if is_tokenizer(part) else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
         if self.prediction is not None:
             configs["scheduler"]["prediction_type"] = self.prediction
@@ -154,7 +157,7 @@ class Overrides:
 
     def _tokenizer(self, where: Mapping[str, Location], files: ModelFiles) -> Location | None:
         """Return the location of the tokenizer, by default next to its text encoder. None for the model's."""
-        if "tokenizer" in where or "text_encoder" not in where or "tokenizer" in files.components:
+        if "tokenizer" in where or "text_encoder" not in where or any(map(is_tokenizer, files.components)):
             return where.get("tokenizer")
         encoder = where["text_encoder"]
         return replace(encoder if encoder.local() else encoder.on_hub()[0], argument="tokenizer")

@@ -3,6 +3,7 @@
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
     Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
+    Qwen-Image [model.diffusion_model.]transformer_blocks.0.img_mlp.gate_up.weight
 
 The file is a safetensors or a GGUF file. Sizes are inferred from shapes. Facts that neither these nor the other parts
 determine are in the family's ``SingleFile``.
@@ -18,7 +19,7 @@ from typing import Any
 from canvax.errors import CheckpointError, InputError
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, open_weights
-from canvax.weights.folder import library_of
+from canvax.weights.folder import is_tokenizer, library_of
 from canvax.weights.identify import UNET, transformer_family
 from canvax.weights.rules import Names
 
@@ -78,7 +79,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         name,
         path,
         {"_class_name": family.pipelines[0], **index, **components},
-        {part: kind for part, kind in classes.items() if part != "tokenizer"},
+        {part: kind for part, kind in classes.items() if not is_tokenizer(part)},
         configs,
         read,
         path.joinpath,

@@ -1,19 +1,22 @@
-"""Files of the video autoencoder of Wan and Qwen-Image, and the part of them that a single frame needs.
+"""Files of the video autoencoders of Wan and Qwen-Image, and the part of them that a single frame needs.
 
 diffusers        decoder.up_blocks.0.resnets.0.conv_shortcut.weight
 the authors      decoder.upsamples.0.shortcut.weight
+
+Those of Qwen-Image-2.1 are known by the names of diffusers alone.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from canvax.models.qwen_vae import QwenVaeConfig
 from canvax.models.wan_vae import UNUSED, WanVaeConfig, from_video
 from canvax.types import HostArray
 from canvax.weights.entries import Decode, Entry
@@ -55,8 +58,27 @@ def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
     """
     named = Names(wan_vae_rules([array.name for array in arrays])).to_internal(arrays)
     shapes = {array.name: array.shape for array in named}
+    if "encoder.down_blocks.0.resnets.0.conv1.weight" in shapes:
+        return _config_of_qwen(shapes)
     sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
     return {"_class_name": WanVaeConfig.CLASS, **{size: shapes[name][0] for size, name in sizes.items()}}
+
+
+def _config_of_qwen(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the config of the autoencoder of Qwen-Image-2.1."""
+    levels, first = numbered(shapes, r"encoder\.down_blocks\.(\d+)\."), shapes["encoder.conv_in.weight"][0]
+    widths = [shapes[f"encoder.down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
+    return {
+        "_class_name": QwenVaeConfig.CLASS,
+        "base_dim": first,
+        "decoder_base_dim": shapes["decoder.conv_out.weight"][1] * first // widths[0],
+        "z_dim": shapes["post_quant_conv.bias"][0],
+        "dim_mult": [width // first for width in widths],
+        "num_res_blocks": numbered(shapes, r"encoder\.down_blocks\.0\.resnets\.(\d+)\."),
+        "temperal_downsample": [
+            f"encoder.down_blocks.{i}.downsampler.{UNUSED}.weight" in shapes for i in range(levels - 1)
+        ],
+    }
 
 
 def of_one_frame(entries: Sequence[Entry]) -> list[Entry]:

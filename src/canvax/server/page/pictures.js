@@ -45,8 +45,6 @@ export async function fitted(blob, width, height) {
   const scale = Math.max(width / bitmap.width, height / bitmap.height);
   const canvas = canvasOf(width, height);
   const context = canvas.getContext("2d");
-  context.fillStyle = "white";
-  context.fillRect(0, 0, width, height);
   context.imageSmoothingQuality = "high";
   const [w, h] = [bitmap.width * scale, bitmap.height * scale];
   context.drawImage(bitmap, (width - w) / 2, (height - h) / 2, w, h);

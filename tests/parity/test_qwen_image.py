@@ -1,0 +1,176 @@
+"""Qwen-Image-2.1 against diffusers with the same random weights, float32: the network, and images with alpha."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import canvax
+from canvax.call import Call
+from canvax.images.convert import on_white
+from canvax.images.inputs import fingerprint
+from canvax.images.masks import as_floats
+from canvax.models.qwen_image import QwenImageConfig, qwen_image, qwen_image_context, qwen_image_spec
+from canvax.pipelines.request import make_request
+from canvax.pipelines.upscale import Tiles
+from tests.support.random_numbers import normal
+
+from .families import Model, picture, qwen_network
+from .reference import nchw, nhwc, psnr, relative_error
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch
+
+TIMES = np.array([981.0, 303.25], np.float32)
+LENGTHS, ROWS = np.array([19, 33], np.int32), 64
+
+
+FULL = {"in_channels": 64, "out_channels": 64, "num_layers": 1, "attention_head_dim": 128, "num_attention_heads": 32,
+        "context_in_dim": 4096, "axes_dims_rope": (16, 56, 56)}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param(FULL, marks=pytest.mark.weekly)], ids=["small", "full size"])
+def test_network(changes: dict[str, Any]) -> None:
+    """Two images of other sizes and other texts, each as if it were alone; and a layer of full size."""
+    theirs = qwen_network(**changes)
+    cfg = QwenImageConfig.from_dict(dict(theirs.config))
+    params = params_of(stored(theirs), qwen_image_spec(cfg))
+    sizes, x, text = [(4, 6), (6, 4)], normal(2, 24, cfg.in_channels), normal(2, ROWS, cfg.context_in_dim)
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        width = jnp.array([w for _, w in sizes], jnp.int32)
+        context = qwen_image_context(params, jnp.asarray(text), jnp.asarray(LENGTHS), width, cfg, tokens=24)
+        return qwen_image(params, jnp.asarray(x), jnp.asarray(TIMES), context, cfg)
+
+    def reference(i: int, features: np.ndarray) -> np.ndarray:
+        length = int(LENGTHS[i])
+        slots = torch.arange(length + 24 // 4)[None] >= length
+        with torch.no_grad():
+            drawn = theirs(
+                to_torch(x[i : i + 1]), to_torch(features[i : i + 1, :length]), to_torch(TIMES[i : i + 1] / 1000),
+                img_shapes=[[(1, *sizes[i])]], img_mask=slots,
+            )  # fmt: skip
+        return drawn.sample.numpy()[:, -24:]
+
+    got = run(params)
+    for i in range(2):
+        want = reference(i, text)
+        assert relative_error(got[i : i + 1], want) < TOLERANCE
+        assert relative_error(reference(i, -text), want) > 0.01
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    return cache(lambda name: Model(name, tmp_path_factory.mktemp("model") / name))
+
+
+@pytest.fixture
+def model(models: Callable[[str], Model]) -> Model:
+    return models("qwen")
+
+
+def test_times_of_turbo(models: Callable[[str], Model]) -> None:
+    """They are in ``model_index.json``; other numbers of steps have even times."""
+    turbo, model = models("qwen-turbo"), models("qwen")
+    got = turbo.draw(num_inference_steps=None).pixels
+    assert psnr(got, turbo.reference()) > 60
+    assert psnr(got, turbo.reference(num_inference_steps=4, sigmas=[1.0, 0.75, 0.5, 0.25])) < 50
+    np.testing.assert_allclose(turbo.draw().pixels, model.draw().pixels, atol=1e-5)
+
+
+@pytest.mark.parametrize("times", [[1.0, 1.0, 0.5], [0.5, 0.7], [1.5, 0.5], [], [1.0, 0.0], "fast", [1.0, None]])
+def test_times_that_are_none(model: Model, tmp_path: Path, times: Any) -> None:
+    folder = shutil.copytree(model.folder, tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": times}))
+    with pytest.raises(canvax.CheckpointError):
+        canvax.load(folder, mesh=model.ours.mesh)
+
+
+def glass(height: int = 64, width: int = 96) -> Image.Image:
+    """An image that becomes transparent from left to right."""
+    image = picture(height, width)
+    image.putalpha(Image.fromarray(np.tile(np.linspace(255, 0, width).astype(np.uint8), (height, 1))))
+    return image
+
+
+def test_images_with_alpha(model: Model, tmp_path: Path) -> None:
+    """As images of Pillow, arrays and files; ``info`` makes them again."""
+    result = model.draw(prompt="a fox", latents=None, seed=1)
+    assert (result.pixels.shape, result.images[0].mode) == ((1, 64, 96, 4), "RGBA")
+    assert result.pixels[..., 3].std() > 0.01
+    for name in ("np", "jax"):
+        assert model.draw(output_type=name).images.shape == (2, 64, 96, 4)
+    for name in ("a.png", "a.webp"):
+        result.save(tmp_path / name)
+        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(result.images[0]))
+    assert canvax.read_metadata(tmp_path / "a.png")["seed"] == 1
+
+
+def test_from_an_image_with_alpha(model: Model) -> None:
+    """The reference's loop from half noise; an image without alpha is opaque."""
+    vae, noise, sigmas = model.theirs.vae, model.noise(), [0.5, 2 / 6, 1 / 6]
+    mean, deviation = (np.float32(vae.config[name]) for name in ("latents_mean", "latents_std"))
+    mu = model.ours.model.scheduler.schedule.mu_of(24)
+    time = float(np.exp(mu) / (np.exp(mu) + 1 / sigmas[0] - 1))
+    for image in (glass(), picture(64, 96)):
+        pixels = np.asarray(image.convert("RGBA"), np.float32)[None] / 127.5 - 1
+        with torch.no_grad():
+            clean = (nhwc(vae.encode(nchw(pixels)[:, :, None]).latent_dist.mode()[:, :, 0]) - mean) / deviation
+        np.testing.assert_allclose(model.ours.encode_image(image), clean, atol=1e-4)
+        want = model.reference(latents=(1 - time) * clean + time * noise, num_inference_steps=3, sigmas=sigmas)
+        got = model.draw(image=image, strength=0.5, num_inference_steps=6).pixels
+        assert psnr(got, want) > 60
+        other = model.draw(image=on_white(image), strength=0.5, num_inference_steps=6).pixels
+        assert psnr(other, want) < 40 or image.mode == "RGB"
+    request = make_request(model.ours.model, Call("a fox", image=glass()))
+    assert request.init_images is not None
+    assert request.init_images.fingerprints["image"] == [fingerprint(on_white(glass()))]
+
+
+def test_inside_a_mask_with_alpha(model: Model) -> None:
+    """What stays is the image, transparency included, also beside a part that is cut out."""
+    mask = np.zeros((64, 96), np.uint8)
+    mask[:, 64:] = 255
+    for more in ({}, {"padding_mask_crop": 8}, {"mask_fill": "fill"}):
+        options = canvax.Options(progress=False, **more)
+        drawn = model.ours("a fox", image=glass(), mask=mask, strength=0.9, num_inference_steps=2, options=options,
+                           **model.small if more else {}).pixels[0]  # fmt: skip
+        want = np.asarray(glass(), np.float32) / 255
+        np.testing.assert_allclose(drawn[:, :64], want[:, :64], atol=1e-6)
+        assert np.abs(drawn[:, 64:] - want[:, 64:]).mean(axis=(0, 1)).min() > 0.01
+
+
+def test_larger_images_with_alpha(model: Model) -> None:
+    """Second passes, and tiles."""
+    asked: dict[str, Any] = {"seed": 1, "num_inference_steps": 2}
+    for method in ("pixel", "latent"):
+        options = canvax.Options(progress=False, hires=2, hires_method=method)
+        assert model.ours("a fox", height=32, width=32, options=options, **asked).pixels.shape == (1, 64, 64, 4)
+    tiles = Tiles(model.ours.model, glass(), scale=2, overlap=None, seed=1, noise="philox", prompt="")
+    assert tiles[0].image.mode == "RGBA"
+    tiles.add(0, as_floats(tiles[0].image))
+    wanted = glass().resize((192, 128), Image.Resampling.LANCZOS)
+    np.testing.assert_allclose(tiles.pixels(), as_floats(wanted), atol=1e-6)
+
+
+def test_a_refused_image_is_black(model: Model) -> None:
+    """And not transparent."""
+    from canvax.pipelines.safety import SafetyChecker
+
+    class All(SafetyChecker):
+        def flags(self, pixels: Any) -> list[bool]:
+            return [True] * len(pixels)
+
+    result = All(None, {})(model.draw())  # pyright: ignore[reportArgumentType]
+    assert np.asarray(result.images[0])[0, 0].tolist() == [0, 0, 0, 255]
