@@ -430,6 +430,24 @@ def test_curves_come_back_from_infotext() -> None:
             assert back["options"].get("sigmas", implied.get("sigmas")) == curve.name
 
 
+@pytest.mark.parametrize(
+    ("sampler", "schedule", "read"),
+    [
+        ("DPM++ 2M", "Schedule type: Automatic, ", "karras"),
+        ("DPM++ 3M SDE", "Schedule type: Automatic, ", "exponential"),
+        ("DPM++ 2M", "", None),
+        ("Euler", "Schedule type: Automatic, ", None),
+    ],
+)
+def test_automatic_schedule_is_that_of_the_sampler(sampler: str, schedule: str, read: str | None) -> None:
+    """As in A1111 1.9; before that an image without a curve in the sampler's name had none."""
+    text = f"x\nSteps: 9, Sampler: {sampler}, {schedule}Hires upscale: 2, Hires sampler: {sampler}, Seed: 1"
+    back = from_infotext(text)
+    for name in (back["sampler"], back["options"]["hires_sampler"]):
+        assert find(name)[1].get("sigmas") == read
+    assert "Schedule type" not in back["other"]
+
+
 def test_label_is_what_other_programs_read() -> None:
     text = to_infotext(METADATA | {"sampler_label": "DPM++ 2M Karras"})
     assert "Sampler: DPM++ 2M, Schedule type: Karras," in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import socket
@@ -21,9 +22,10 @@ from starlette.applications import Starlette
 
 from canvax.images.infotext import to_infotext
 from canvax.images.metadata import save_image
+from canvax.samplers import find
 from canvax.server import a1111, huggingface, openai
 from canvax.server.jobs import Job, JobRequest, Rejected, Status
-from tests.support.server_stub import StubEngine
+from tests.support.server_stub import CARD, StubEngine
 from tests.support.serving import served, until
 
 
@@ -315,6 +317,34 @@ WEBUIAPI = {
     "scheduler": "automatic", "sampler_index": "Euler a", "script_name": None, "script_args": [], "send_images": True,
     "save_images": False, "alwayson_scripts": {},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("automatic", [{}, {"scheduler": "Automatic"}, {"scheduler": None}], ids=str)
+@pytest.mark.parametrize(
+    ("sampler", "curve"),
+    [("DPM++ 2M", "karras"), ("DPM++ 2M SDE", "exponential"), ("DPM++ 2M SDE Heun", "exponential"), ("Euler", None),
+     ("DPM++ 2M Exponential", "exponential")],
+)  # fmt: skip
+def test_a1111_schedule_of_the_sampler(site: Site, sampler: str, curve: str | None, automatic: dict[str, Any]) -> None:
+    """Without a scheduler A1111 takes the curve of the sampler."""
+    body = {"prompt": "a", "sampler_name": sampler, **automatic}
+    info = json.loads(site.post("/sdapi/v1/txt2img", body).json()["info"])
+    assert find(site.ask.sampler or "")[1].get("sigmas") == curve
+    assert info["extra_generation_params"].get("Schedule type", "").lower() == (curve or "")
+    site.post("/sdapi/v1/txt2img", {**body, "sampler_name": "Euler", "hr_sampler_name": sampler, "enable_hr": True})
+    assert find(site.ask.options["hires_sampler"])[1].get("sigmas") == curve
+
+
+def test_a1111_schedule_that_is_named(site: Site) -> None:
+    site.post("/sdapi/v1/txt2img", {"prompt": "a", "sampler_name": "DPM++ 2M", "scheduler": "Uniform"})
+    assert (site.ask.sampler, site.ask.options["sigmas"]) == ("DPM++ 2M", "normal")
+
+
+def test_a1111_schedule_of_other_models(site: Site) -> None:
+    """A flow model, which A1111 does not load, has its levels."""
+    site.engine.cards = (dataclasses.replace(CARD, prompt_weights=False),)
+    site.post("/sdapi/v1/txt2img", {"prompt": "a", "sampler_name": "DPM++ 2M"})
+    assert site.ask.sampler == "DPM++ 2M"
 
 
 def test_a1111_options_fit_canvax(site: Site) -> None:

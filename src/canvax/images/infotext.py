@@ -17,7 +17,7 @@ from typing import Any
 
 from canvax.call import HIRES_STRENGTHS, Call, OptionRecord
 from canvax.errors import InputError
-from canvax.samplers.catalog import find
+from canvax.samplers.catalog import find, with_a1111_curve
 from canvax.samplers.curve_names import CURVES, curve_label
 from canvax.settings import Declared, declared
 
@@ -215,11 +215,15 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         metadata["sampler"] += f" {curve_label(curve)}"
     elif curve is not None:
         options["sigmas"] = curve
+    elif schedule == "automatic" and "sampler" in metadata:  # before 1.9 the sampler's name held the curve
+        metadata["sampler"] = with_a1111_curve(metadata["sampler"])
     if curve is not None or schedule in _PLAIN_SCHEDULES:
         settings.pop("Schedule type", None)
     for name, field in declared(OptionRecord).items():
         if _is_complete(field, settings, options):
             _take(settings, field.setting.infotext, _FORMS.get(name, (field.kind.value_type,))[0], options, name)
+    if schedule == "automatic" and "hires_sampler" in options:
+        options["hires_sampler"] = with_a1111_curve(options["hires_sampler"])
     if "noise" in options:
         metadata["noise"] = options["noise"]
     if options.get("hires", 0) > 1:

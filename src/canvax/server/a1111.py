@@ -28,8 +28,8 @@ from canvax.errors import InputError, shown
 from canvax.images.formats import INFOTEXT, texts_of_exif
 from canvax.images.infotext import parts_of, to_infotext
 from canvax.images.maps import control_map
-from canvax.samplers.catalog import curve_named, find
-from canvax.samplers.curve_names import CURVES
+from canvax.samplers.catalog import curve_named, find, with_a1111_curve
+from canvax.samplers.curve_names import CURVES, curve_label
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.server.answers import (
     asked,
@@ -535,7 +535,11 @@ def _described(card: ModelCard) -> dict[str, Any]:
 
 def _samplers() -> list[dict[str, Any]]:
     return [
-        {"name": spec.label, "aliases": [name for name in spec.spellings if name != spec.label], "options": {}}
+        {
+            "name": spec.label,
+            "aliases": [name for name in spec.spellings if name != spec.label],
+            "options": {"scheduler": spec.a1111_curve} if spec.a1111_curve else {},
+        }
         for spec in SAMPLERS
         if spec.name != INVERSE
     ]
@@ -618,6 +622,9 @@ def request_of(body: TextToImage, card: ModelCard, client: str, vae: str | None 
     options = {"prompt_syntax": "a1111", **dict(_options(body, spec))}
     if body.enable_hr and not isinstance(body, ImageToImage):
         options |= _second_pass(body, card)
+    if (body.scheduler or "").strip().lower() in ("", "automatic") and card.prompt_weights:  # A1111 knows such models
+        sampler = sampler and with_a1111_curve(sampler)
+        options |= {name: with_a1111_curve(options[name]) for name in ("hires_sampler",) if name in options}
     image = mask = strength = None
     if isinstance(body, ImageToImage):
         image, mask = _source_images(body)
@@ -883,7 +890,9 @@ def parameters_of(body: TextToImage) -> dict[str, Any]:
 def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture]) -> str:
     """The JSON text about the images that clients read seeds and settings from."""
     job_request = job.request
-    spec = spec_of(job_request.sampler or card.sampler)
+    sampler = job_request.sampler or card.sampler or ""
+    spec = spec_of(sampler)
+    curve = job_request.options.get("sigmas") or (find(sampler)[1].get("sigmas") if spec else None)
     picture = pictures[0] if pictures else job.pictures[0]
     negative = job_request.negative_prompt or ""
     subseed = job_request.options.get("variation_seed", -1)
@@ -899,7 +908,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "subseed_strength": job_request.options.get("variation_strength", 0),
         "width": picture.width,
         "height": picture.height,
-        "sampler_name": spec.label if spec else (job_request.sampler or card.sampler or ""),
+        "sampler_name": spec.label if spec else sampler,
         "cfg_scale": card.guidance_scale if job_request.guidance_scale is None else job_request.guidance_scale,
         "steps": job_request.steps or card.steps,
         "batch_size": body.batch_size or 1,
@@ -912,9 +921,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "seed_resize_from_w": body.seed_resize_from_w or -1,
         "seed_resize_from_h": body.seed_resize_from_h or -1,
         "denoising_strength": job_request.strength,
-        "extra_generation_params": without_none(
-            [("Schedule type", job_request.options.get("sigmas") and body.scheduler)]
-        ),
+        "extra_generation_params": without_none([("Schedule type", curve and curve_label(curve))]),
         "index_of_first_image": 0,
         "infotexts": [to_infotext(picture.metadata) for picture in pictures],
         "styles": [],
