@@ -496,6 +496,46 @@ def test_a1111_model_is_chosen_as_open_webui_does(site: Site) -> None:
     assert told.json().keys() == {"error", "detail", "body", "errors"}
 
 
+def test_a1111_clip_skip_is_kept(site: Site) -> None:
+    """For later requests of the client, unless they have another."""
+
+    def skipped(**body: Any) -> int:
+        assert site.post("/sdapi/v1/txt2img", {"prompt": "x", **body}).status_code == 200
+        return site.ask.options.get("clip_skip", 0)
+
+    def choose(layers: Any) -> int:
+        return site.post("/sdapi/v1/options", {"CLIP_stop_at_last_layers": layers}).status_code
+
+    try:
+        assert choose(2) == 200
+        assert site.http.get("/sdapi/v1/options").json()["CLIP_stop_at_last_layers"] == 2
+        assert skipped() == 1
+        assert skipped(clip_skip=1) == 0
+        assert skipped(override_settings={"CLIP_stop_at_last_layers": 3}) == 2
+        assert [choose(layers) for layers in (13, -1, "two")] == [422, 422, 422]
+        site.engine.cards = (dataclasses.replace(CARD, clip_skip=0),)
+        assert skipped() == 0
+        assert choose(2) == 200  # as clients send back what they read
+        site.engine.cards = (CARD,)
+    finally:
+        choose(1)
+    assert skipped() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "other"),
+    [("eta_noise_seed_delta", 0, 31337), ("sd_hypernetwork", "None", "anime"), ("randn_source", "GPU", "NV"),
+     ("img2img_color_correction", False, True)],
+)  # fmt: skip
+def test_a1111_settings_that_are_not_applied(site: Site, name: str, plain: Any, other: Any) -> None:
+    answer = site.post("/sdapi/v1/options", {name: other})
+    assert (answer.status_code, answer.json()["body"]) == (422, name)
+    assert site.post("/sdapi/v1/options", {name: plain, "grid_format": "png"}).status_code == 200
+    for value in (plain, other):
+        answer = site.post("/sdapi/v1/txt2img", {"prompt": "x", "override_settings": {name: value}})
+        assert ("hints" in json.loads(answer.json()["info"])) == (value is other)
+
+
 def test_a1111_progress_shows_the_image_on_its_way(site: Site) -> None:
     idle = site.http.get("/sdapi/v1/progress").json()
     assert (idle["progress"], idle["state"]["job_count"], idle["current_image"]) == (0.0, 0, None)
