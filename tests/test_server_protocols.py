@@ -589,6 +589,20 @@ def test_a1111_interrupt(site: Site, word: str) -> None:
     assert json.loads(answer.json()["info"])["all_seeds"] == []
 
 
+@pytest.mark.parametrize("word", ["interrupt", "skip"])
+def test_a1111_interrupt_leaves_what_is_done(site: Site, word: str) -> None:
+    site.engine.pace = 0.1
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(site.post, "/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 90})
+        until(lambda: site.http.get("/sdapi/v1/progress").json()["progress"] > 0)
+        job = site.engine.accepted[-1]
+        job.pictures[0].data, job.pictures[0].status = picture(), Status.DONE
+        site.post(f"/sdapi/v1/{word}")
+        answer = asked.result(5).json()
+    assert [opened(image).size for image in answer["images"]] == [(64, 64)]
+    assert json.loads(answer["info"])["all_seeds"] == [job.pictures[0].seed]
+
+
 LAYERS = "in override_settings it is called CLIP_stop_at_last_layers"
 
 
