@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,43 @@ def test_the_model_of_an_image_is_found_by_its_name(
         assert twin in refused
     Path("tiny").symlink_to(small_folder)
     assert "--model ./tiny" in info()
+
+
+def test_the_command_names_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a flag named it and something of the image is there."""
+    monkeypatch.delenv(VARIABLE)
+
+    def command(**metadata: Any) -> list[str]:
+        made = {"prompt": "a cat", "seed": 1, "model": "emoji", "canvax": "0.1.0", **metadata}
+        save_image(tmp_path / "a.png", Image.new("RGB", (8, 8)), made, overwrite=True)
+        assert main(["info", str(tmp_path / "a.png"), "--data-dir", str(folder), "--json"]) == 0
+        return shlex.split(json.loads(capsys.readouterr().out)["commands"][0])
+
+    ink = folder / "models/Lora/style/ink.safetensors"
+    for named, words in (
+        ({"model": "sd15/deliberate_v2"}, ["--model", "sd15/deliberate_v2"]),
+        ({"model": "./tiny"}, ["--model", "tiny"]),
+        ({"vae": str(folder / "models/VAE/ink.safetensors")}, ["--vae", "ink"]),
+        ({"adapters": {"ink": {"file": str(ink), "weight": 0.8}}}, ["--lora", "ink:0.8"]),
+        ({"adapters": {"two": {"file": str(ink.with_name("twice.safetensors")), "weight": 1}}},
+         ["--lora", "./twice.safetensors:1"]),
+    ):  # fmt: skip
+        line = command(**named)
+        assert words[1] == line[line.index(words[0]) + 1]
+        assert ("--data-dir" in line) == (words[1][0] != ".")
+        if "--data-dir" in line:
+            assert parse(line[1:]).data_dir == str(folder)
+    assert "--data-dir" not in command()
+
+
+def test_a_bare_name_leads_to_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for argument in ("model", "vae"):
+        with pytest.raises(InputError) as caught:
+            Location("deliberate_v2", argument=argument).local()
+        assert VARIABLE in caught.value.cure
 
 
 def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
