@@ -91,6 +91,9 @@ def folder(tmp_path: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("../models/Lora/style/ink", "lora", None),
         ("owner/ink", "lora", None),  # which may be a Hub id
         ("Lora", "lora", None),
+        ("sd15_deliberate_v2", "model", "models/Stable-diffusion/sd15/deliberate_v2.safetensors"),  # of older A1111
+        ("sd15_deliberate_v2.safetensors", "model", "models/Stable-diffusion/sd15/deliberate_v2.safetensors"),
+        ("5_deliberate_v2", "model", None),
     ],
 )
 def test_names(folder: Path, name: str, argument: str, path: str | None) -> None:

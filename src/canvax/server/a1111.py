@@ -53,7 +53,7 @@ from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Pictur
 from canvax.server.part_cache import CONTROLNET
 from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, MOST_IMAGES
-from canvax.weights.data_folder import stem_of
+from canvax.weights.data_folder import flat_names, stem_of
 
 _FIELDS = {
     "guidance_scale": "cfg_scale",
@@ -328,6 +328,7 @@ class _Session:
         if not {"", ".", ".."}.isdisjoint(wanted):
             return None
         like = [card for card in cards if _is_called(card, wanted)]
+        like = like or [card for card in cards if "/".join(wanted) in flat_names(_parts(card.file or card.id))]
         return like[0] if len(like) == 1 else None
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
