@@ -214,7 +214,16 @@ def test_a_bare_name_leads_to_the_folder(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
     (folder / "models/checkpoints/damaged.safetensors").write_bytes(b"\0" * 20)
+    (folder / "models/checkpoints/page.safetensors").write_bytes(b"<!DOCTYPE html><html></html>")
+    upscalers = ("ESRGAN/sharp.pth", "ESRGAN/4x.safetensors", "4x-UltraSharp.pth", "RealESRGAN_x4plus.pth")
+    (folder / "models/ESRGAN").mkdir()
+    for name in upscalers:
+        write(folder / "models" / name, {"model.0.weight": np.zeros((1, 1, 3, 3), np.float32)})
+    write(folder / "models/checkpoints/4x_ink.safetensors", LORA)  # whose arrays say what it is
     left_out = local_models().left_out
+    for name in upscalers:
+        assert left_out.pop(Path(name).name) == "an upscaler, which canvax does not use"
+    assert "web page" in left_out.pop("page.safetensors")
     assert left_out.keys() == {"old.ckpt", "deliberate_v2.safetensors", "damaged.safetensors"}
     assert f"canvax convert {folder / 'models/checkpoints/old.ckpt'}" in left_out["old.ckpt"]
     assert "autoencoder" in left_out["deliberate_v2.safetensors"]  # which it lacks
