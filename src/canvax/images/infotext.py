@@ -31,8 +31,8 @@ _CURVES = {
 }
 """Schedule type in lower case -> name of the curve in canvax."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-_EMBEDDINGS = "TI hashes"
-_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", _EMBEDDINGS, "Hashes", "User", "Created Date")
+_LORAS, _EMBEDDINGS = "Lora hashes", "TI hashes"
+_FACTS = ("Version", "Model hash", "VAE hash", _LORAS, _EMBEDDINGS, "Hashes", "User", "Created Date")
 """Settings that do not affect images. ``embeddings_in`` reads embeddings."""
 NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
@@ -52,7 +52,8 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
         metadata: as in ``canvax.Result.metadata``. An optional ``sampler_label`` ("DPM++ 2M Karras") is the name of the
             sampler in other programs.
     """
-    lines = [" ".join([str(metadata.get("prompt", "")), *_networks(metadata)])]
+    networks = [f"<lora:{name}:{entry['weight']:g}>" for name, entry in _networks(metadata)]
+    lines = [" ".join([str(metadata.get("prompt", "")), *networks])]
     if metadata.get("negative_prompt"):
         lines.append(f"{_NEGATIVE} {metadata['negative_prompt']}")
     settings = {name: value for name, value in _settings(metadata) if value not in (None, "")}
@@ -61,12 +62,12 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _networks(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yield adapters as other programs write them in a prompt, except those with a table of weights."""
+def _networks(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield adapters by the names that other programs write in a prompt, except those with a table of weights."""
     for entry in (metadata.get("adapters") or {}).values():
         if isinstance(entry["weight"], int | float):
             name = os.path.basename(os.path.normpath(entry["file"])).removesuffix(".safetensors")
-            yield f"<lora:{name}:{entry['weight']:g}>"
+            yield name, entry
 
 
 def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -83,6 +84,8 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
     yield "VAE", os.path.basename(os.path.normpath(metadata["vae"])) if metadata.get("vae") else ""
+    loras = {name: entry["a1111_hash"] for name, entry in _networks(metadata) if entry.get("a1111_hash")}
+    yield _LORAS, ", ".join(f"{re.sub('[:,]', '', name)}: {digits}" for name, digits in loras.items())
     words = metadata.get("embeddings") or {}
     hashes = {name: entry["sha256"][:12] for name, entry in words.items() if isinstance(entry, Mapping)}
     yield _EMBEDDINGS, ", ".join(f"{name}: {sha256}" for name, sha256 in hashes.items())
