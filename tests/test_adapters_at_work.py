@@ -90,7 +90,7 @@ def test_metadata_tells_of_adapters(sd: canvax.Pipeline, loras: Path) -> None:
     entry = sd("a cat", **STEPS).metadata[0]["adapters"]["ink"]
     assert entry["weight"] == 0.5
     assert entry["file"].endswith("ink.safetensors")
-    assert len(entry["sha256"]) == 64
+    assert (len(entry["sha256"]), len(entry["a1111_hash"])) == (64, 12)
     assert sd.params is not None
     assert "adapters" not in sd("a cat", params=dict(sd.params), **STEPS).metadata[0]  # which may be any
     sd.adapters.set({"ink": {"text_encoder": 0}})  # and 1 of the rest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,9 @@ def folder(tmp_path: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("../models/Lora/style/ink", "lora", None),
         ("owner/ink", "lora", None),  # which may be a Hub id
         ("Lora", "lora", None),
+        ("sd15_deliberate_v2", "model", "models/Stable-diffusion/sd15/deliberate_v2.safetensors"),  # of older A1111
+        ("sd15_deliberate_v2.safetensors", "model", "models/Stable-diffusion/sd15/deliberate_v2.safetensors"),
+        ("5_deliberate_v2", "model", None),
     ],
 )
 def test_names(folder: Path, name: str, argument: str, path: str | None) -> None:
@@ -171,9 +175,55 @@ def test_the_model_of_an_image_is_found_by_its_name(
     assert "--model ./tiny" in info()
 
 
+def test_the_command_names_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a flag named it and something of the image is there."""
+    monkeypatch.delenv(VARIABLE)
+
+    def command(**metadata: Any) -> list[str]:
+        made = {"prompt": "a cat", "seed": 1, "model": "emoji", "canvax": "0.1.0", **metadata}
+        save_image(tmp_path / "a.png", Image.new("RGB", (8, 8)), made, overwrite=True)
+        assert main(["info", str(tmp_path / "a.png"), "--data-dir", str(folder), "--json"]) == 0
+        return shlex.split(json.loads(capsys.readouterr().out)["commands"][0])
+
+    ink = folder / "models/Lora/style/ink.safetensors"
+    for named, words in (
+        ({"model": "sd15/deliberate_v2"}, ["--model", "sd15/deliberate_v2"]),
+        ({"model": "./tiny"}, ["--model", "tiny"]),
+        ({"vae": str(folder / "models/VAE/ink.safetensors")}, ["--vae", "ink"]),
+        ({"adapters": {"ink": {"file": str(ink), "weight": 0.8}}}, ["--lora", "ink:0.8"]),
+        ({"adapters": {"two": {"file": str(ink.with_name("twice.safetensors")), "weight": 1}}},
+         ["--lora", "./twice.safetensors:1"]),
+    ):  # fmt: skip
+        line = command(**named)
+        assert words[1] == line[line.index(words[0]) + 1]
+        assert ("--data-dir" in line) == (words[1][0] != ".")
+        if "--data-dir" in line:
+            assert parse(line[1:]).data_dir == str(folder)
+    assert "--data-dir" not in command()
+
+
+def test_a_bare_name_leads_to_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for argument in ("model", "vae"):
+        with pytest.raises(InputError) as caught:
+            Location("deliberate_v2", argument=argument).local()
+        assert VARIABLE in caught.value.cure
+
+
 def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
     (folder / "models/checkpoints/damaged.safetensors").write_bytes(b"\0" * 20)
+    (folder / "models/checkpoints/page.safetensors").write_bytes(b"<!DOCTYPE html><html></html>")
+    upscalers = ("ESRGAN/sharp.pth", "ESRGAN/4x.safetensors", "4x-UltraSharp.pth", "RealESRGAN_x4plus.pth")
+    (folder / "models/ESRGAN").mkdir()
+    for name in upscalers:
+        write(folder / "models" / name, {"model.0.weight": np.zeros((1, 1, 3, 3), np.float32)})
+    write(folder / "models/checkpoints/4x_ink.safetensors", LORA)  # whose arrays say what it is
     left_out = local_models().left_out
+    for name in upscalers:
+        assert left_out.pop(Path(name).name) == "an upscaler, which canvax does not use"
+    assert "web page" in left_out.pop("page.safetensors")
     assert left_out.keys() == {"old.ckpt", "deliberate_v2.safetensors", "damaged.safetensors"}
     assert f"canvax convert {folder / 'models/checkpoints/old.ckpt'}" in left_out["old.ckpt"]
     assert "autoencoder" in left_out["deliberate_v2.safetensors"]  # which it lacks

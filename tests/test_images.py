@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from safetensors.numpy import save_file
 
 from canvax.call import OptionRecord
 from canvax.errors import CanvaxError, HintWarning, InputError
@@ -29,6 +31,7 @@ from canvax.images.grid import make_grid, make_sheet
 from canvax.images.infotext import embeddings_in, from_infotext, parts_of, settings_left, to_infotext
 from canvax.images.masks import painted_over
 from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
+from canvax.pipelines.adapter_files import a1111_hash_of
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
 from canvax.server import files
@@ -476,6 +479,40 @@ def test_curves_come_back_from_infotext() -> None:
             spec, implied = find(back["sampler"])
             assert spec.name == "heun"
             assert back["options"].get("sigmas", implied.get("sigmas")) == curve.name
+
+
+@pytest.mark.parametrize(
+    ("sampler", "schedule", "read"),
+    [
+        ("DPM++ 2M", "Schedule type: Automatic, ", "karras"),
+        ("DPM++ 3M SDE", "Schedule type: Automatic, ", "exponential"),
+        ("DPM++ 2M", "", None),
+        ("Euler", "Schedule type: Automatic, ", None),
+    ],
+)
+def test_automatic_schedule_is_that_of_the_sampler(sampler: str, schedule: str, read: str | None) -> None:
+    """As in A1111 1.9; before that an image without a curve in the sampler's name had none."""
+    text = f"x\nSteps: 9, Sampler: {sampler}, {schedule}Hires upscale: 2, Hires sampler: {sampler}, Seed: 1"
+    back = from_infotext(text)
+    for name in (back["sampler"], back["options"]["hires_sampler"]):
+        assert find(name)[1].get("sigmas") == read
+    assert "Schedule type" not in back["other"]
+
+
+def test_hashes_of_loras_as_a1111_writes_them(tmp_path: Path) -> None:
+    """The trainer's, or that of the arrays alone, which other text in the header does not change."""
+    plain, described, stated = (tmp_path / f"{name}.safetensors" for name in ("plain", "described", "stated"))
+    for path, metadata in ((plain, {}), (described, {"title": "ink"}), (stated, {"sshs_model_hash": "ab" * 32})):
+        save_file({"lora_unet_a.lora_down.weight": np.ones((1, 4), np.float32)}, path, metadata=metadata)
+    digits = hashlib.sha256(np.ones(4, np.float32).tobytes()).hexdigest()[:12]
+    assert [a1111_hash_of(path) for path in (plain, described, stated)] == [digits, digits, "ab" * 6]
+    loras = {
+        name: {"file": f"./{name}.safetensors", "weight": weight, "a1111_hash": digits}
+        for name, weight in (("ink", 0.5), ("clay", 1), ("parts", {"unet": 1}))
+    }
+    text = to_infotext(METADATA | {"adapters": loras | {"old": {"file": "./old.safetensors", "weight": 1}}})
+    assert f'Lora hashes: "ink: {digits}, clay: {digits}"' in text
+    assert settings_left(from_infotext(text)).keys() == {f"<lora:{name}>" for name in ("ink:0.5", "clay:1", "old:1")}
 
 
 def test_label_is_what_other_programs_read() -> None:

@@ -199,6 +199,7 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.Pipeline, tmp_path: P
         "./ink": upper.sha256,
         "deep/ink": deeper.sha256,
     }
+    assert {entry["a1111_hash"] for entry in told.values()} == {upper.a1111_hash, deeper.a1111_hash}
 
 
 def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Pipeline) -> None:

@@ -444,11 +444,13 @@ def test_folders_in_a_name_of_a_model_count(site: Web) -> None:
         "SDXL\\aom3.safetensors",
         "SDXL/aom3.ckpt [0123456789]",
         "sd/models/checkpoints/SDXL/aom3.safetensors",
+        "SDXL_aom3.safetensors",
+        "SDXL_aom3",
     ):
         assert chosen(name) == "SDXL/aom3"
     for name in ("ink.safetensors", "sd15/ink", "models\\checkpoints\\sd15\\ink.safetensors"):
         assert chosen(name) == "ink"
-    for name in ("aom3.safetensors", "SDXL/ink.safetensors", "other/aom3"):
+    for name in ("aom3.safetensors", "SDXL/ink.safetensors", "other/aom3", "other/SDXL_aom3"):
         assert chosen(name) is None
     listed = site.http.get("/sdapi/v1/sd-models").json()
     assert [(one["title"], one["hash"]) for one in listed] == [(name, None) for name in files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import socket
@@ -21,9 +22,10 @@ from starlette.applications import Starlette
 
 from canvax.images.infotext import to_infotext
 from canvax.images.metadata import save_image
+from canvax.samplers import find
 from canvax.server import a1111, huggingface, openai
 from canvax.server.jobs import Job, JobRequest, Rejected, Status
-from tests.support.server_stub import StubEngine
+from tests.support.server_stub import CARD, StubEngine
 from tests.support.serving import served, until
 
 
@@ -317,6 +319,34 @@ WEBUIAPI = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("automatic", [{}, {"scheduler": "Automatic"}, {"scheduler": None}], ids=str)
+@pytest.mark.parametrize(
+    ("sampler", "curve"),
+    [("DPM++ 2M", "karras"), ("DPM++ 2M SDE", "exponential"), ("DPM++ 2M SDE Heun", "exponential"), ("Euler", None),
+     ("DPM++ 2M Exponential", "exponential")],
+)  # fmt: skip
+def test_a1111_schedule_of_the_sampler(site: Site, sampler: str, curve: str | None, automatic: dict[str, Any]) -> None:
+    """Without a scheduler A1111 takes the curve of the sampler."""
+    body = {"prompt": "a", "sampler_name": sampler, **automatic}
+    info = json.loads(site.post("/sdapi/v1/txt2img", body).json()["info"])
+    assert find(site.ask.sampler or "")[1].get("sigmas") == curve
+    assert info["extra_generation_params"].get("Schedule type", "").lower() == (curve or "")
+    site.post("/sdapi/v1/txt2img", {**body, "sampler_name": "Euler", "hr_sampler_name": sampler, "enable_hr": True})
+    assert find(site.ask.options["hires_sampler"])[1].get("sigmas") == curve
+
+
+def test_a1111_schedule_that_is_named(site: Site) -> None:
+    site.post("/sdapi/v1/txt2img", {"prompt": "a", "sampler_name": "DPM++ 2M", "scheduler": "Uniform"})
+    assert (site.ask.sampler, site.ask.options["sigmas"]) == ("DPM++ 2M", "normal")
+
+
+def test_a1111_schedule_of_other_models(site: Site) -> None:
+    """A flow model, which A1111 does not load, has its levels."""
+    site.engine.cards = (dataclasses.replace(CARD, prompt_weights=False),)
+    site.post("/sdapi/v1/txt2img", {"prompt": "a", "sampler_name": "DPM++ 2M"})
+    assert site.ask.sampler == "DPM++ 2M"
+
+
 def test_a1111_options_fit_canvax(site: Site) -> None:
     """What is asked of the engine are options that exist."""
     from canvax import Options
@@ -466,6 +496,46 @@ def test_a1111_model_is_chosen_as_open_webui_does(site: Site) -> None:
     assert told.json().keys() == {"error", "detail", "body", "errors"}
 
 
+def test_a1111_clip_skip_is_kept(site: Site) -> None:
+    """For later requests of the client, unless they have another."""
+
+    def skipped(**body: Any) -> int:
+        assert site.post("/sdapi/v1/txt2img", {"prompt": "x", **body}).status_code == 200
+        return site.ask.options.get("clip_skip", 0)
+
+    def choose(layers: Any) -> int:
+        return site.post("/sdapi/v1/options", {"CLIP_stop_at_last_layers": layers}).status_code
+
+    try:
+        assert choose(2) == 200
+        assert site.http.get("/sdapi/v1/options").json()["CLIP_stop_at_last_layers"] == 2
+        assert skipped() == 1
+        assert skipped(clip_skip=1) == 0
+        assert skipped(override_settings={"CLIP_stop_at_last_layers": 3}) == 2
+        assert [choose(layers) for layers in (13, -1, "two")] == [422, 422, 422]
+        site.engine.cards = (dataclasses.replace(CARD, clip_skip=0),)
+        assert skipped() == 0
+        assert choose(2) == 200  # as clients send back what they read
+        site.engine.cards = (CARD,)
+    finally:
+        choose(1)
+    assert skipped() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "other"),
+    [("eta_noise_seed_delta", 0, 31337), ("sd_hypernetwork", "None", "anime"), ("randn_source", "GPU", "NV"),
+     ("img2img_color_correction", False, True)],
+)  # fmt: skip
+def test_a1111_settings_that_are_not_applied(site: Site, name: str, plain: Any, other: Any) -> None:
+    answer = site.post("/sdapi/v1/options", {name: other})
+    assert (answer.status_code, answer.json()["body"]) == (422, name)
+    assert site.post("/sdapi/v1/options", {name: plain, "grid_format": "png"}).status_code == 200
+    for value in (plain, other):
+        answer = site.post("/sdapi/v1/txt2img", {"prompt": "x", "override_settings": {name: value}})
+        assert ("hints" in json.loads(answer.json()["info"])) == (value is other)
+
+
 def test_a1111_progress_shows_the_image_on_its_way(site: Site) -> None:
     idle = site.http.get("/sdapi/v1/progress").json()
     assert (idle["progress"], idle["state"]["job_count"], idle["current_image"]) == (0.0, 0, None)
@@ -517,6 +587,20 @@ def test_a1111_interrupt(site: Site, word: str) -> None:
         answer = asked.result(5)
     assert (answer.status_code, answer.json()["images"]) == (200, [])
     assert json.loads(answer.json()["info"])["all_seeds"] == []
+
+
+@pytest.mark.parametrize("word", ["interrupt", "skip"])
+def test_a1111_interrupt_leaves_what_is_done(site: Site, word: str) -> None:
+    site.engine.pace = 0.1
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(site.post, "/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 90})
+        until(lambda: site.http.get("/sdapi/v1/progress").json()["progress"] > 0)
+        job = site.engine.accepted[-1]
+        job.pictures[0].data, job.pictures[0].status = picture(), Status.DONE
+        site.post(f"/sdapi/v1/{word}")
+        answer = asked.result(5).json()
+    assert [opened(image).size for image in answer["images"]] == [(64, 64)]
+    assert json.loads(answer["info"])["all_seeds"] == [job.pictures[0].seed]
 
 
 LAYERS = "in override_settings it is called CLIP_stop_at_last_layers"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ _NETWORKS = ("model", "scheduler", "controlnet", "ip_adapter", "ip_encoder")
 OF_MODEL = tuple(name for name in keys_of("model") if name not in _NETWORKS)
 """Flags of ``canvax.load`` with one text each, besides the name of the model."""
 
+_IN_FOLDER = ("model", "vae", "text_encoder", "lora", "embedding", "controlnet")
+"""Flags that take names of the folder of models."""
+
 _ARGUMENTS = {name: field for name, field in offered(Call, "command").items() if name in CALL and name != "prompt"}
 _OPTIONS = offered(Options, "command")
 
@@ -36,8 +41,8 @@ class Again(NamedTuple):
     losses: list[str]
 
 
-def again(metadata: Mapping[str, Any]) -> Again:
-    """Return the command for the metadata of one image."""
+def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
+    """Return the command for the metadata of one image. ``data_dir``: the folder of models, where a flag named it."""
     settings, tiles = settings_of(metadata), metadata.get("upscale")
     words = ["canvax", "generate"]
     if isinstance(tiles, dict):
@@ -59,6 +64,7 @@ def again(metadata: Mapping[str, Any]) -> Again:
     if isinstance(tiles, dict):
         words += [*_flag("scale", tiles.get("scale")), *_flag("overlap", tiles.get("overlap"))]
     words += [*_adapters(metadata)]
+    words += _flag("data_dir", data_dir if data_dir and _is_in_folder(words) else None)
     return Again(command_line(words), [*losses(metadata), *vae_lost(metadata), *_image_prompts_lost(metadata)])
 
 
@@ -88,18 +94,38 @@ def recorded_model(metadata: Mapping[str, Any]) -> Any:
     model, ours = metadata.get("model"), "canvax" in metadata
     if not isinstance(model, str):
         return model or None if ours else None
-    if model in BUNDLED or (ours and (not model.startswith("./") or Path(model).exists())):
+    if ours and _is_there(model):
         return model or None
     name = model.removeprefix("./")
-    return name if len(all_named(name, "model")) == 1 else None
+    return model if model in BUNDLED else name if len(all_named(name, "model")) == 1 else None
 
 
 def recorded_part(metadata: Mapping[str, Any], name: str) -> Any:
     """Return a flag of ``OF_MODEL`` as an image records it, or None. Other programs record a VAE by its file's name."""
     value = metadata.get(name)
     if "canvax" in metadata or not isinstance(value, str):
-        return value or None
+        return _in_folder(value, name) or None
     return stem_of(value) if name == "vae" and len(all_named(stem_of(value), name)) == 1 else None
+
+
+def _is_there(name: str) -> bool:
+    """Return whether a recorded name has no folder that was left out, or is a file here."""
+    return not name.startswith("./") or Path(name).exists()
+
+
+def _in_folder(value: Any, argument: str) -> Any:
+    """Return the name in the folder of models for a file that was recorded without its folder; others unchanged."""
+    if not isinstance(value, str) or _is_there(value):
+        return value
+    name = value.removeprefix("./")
+    return next((each for each in (stem_of(name), name) if len(all_named(each, argument)) == 1), value)
+
+
+def _is_in_folder(words: Sequence[str]) -> bool:
+    """Return whether a flag of a command line names a file of the folder of models."""
+    arguments = {f"--{name.replace('_', '-')}": name for name in _IN_FOLDER}
+    named = [(arguments[flag], value) for flag, value in pairwise(words) if flag in arguments]
+    return any(all_named(re.sub(r":[\d.e-]+$", "", value), argument) for argument, value in named)
 
 
 def lost_model(metadata: Mapping[str, Any]) -> str:
@@ -137,7 +163,7 @@ def _control(metadata: Mapping[str, Any]) -> Iterator[str]:
         return images.setdefault(str(mark), f"CONTROL{len(images) + 1}")
 
     for i in range(max(len(names), len(marks))):
-        yield from _flag("controlnet", names[i] if i < len(names) else f"CONTROLNET{i + 1}")
+        yield from _flag("controlnet", _in_folder(names[i], "controlnet") if i < len(names) else f"CONTROLNET{i + 1}")
         for mark in marks[i : i + 1]:
             types = [f"{label}={image(each)}" for label, each in mark.items()] if isinstance(mark, dict) else []
             yield from _flag("control", NONE if mark is None else ",".join(types) or image(mark))
@@ -174,11 +200,11 @@ def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(entry, dict):
             files.append(entry.get("file"))
             if is_weight(entry.get("weight")):
-                yield from _flag("lora", f"{entry.get('file')}:{entry['weight']}")
+                yield from _flag("lora", f"{_in_folder(entry.get('file'), 'lora')}:{entry['weight']}")
     at_hand = embedding_files()
     for source in dict.fromkeys(source for name, source in _words(metadata) if name.lower() not in at_hand):
         if source not in files:  # words of an adapter come with it
-            yield from _flag("embedding", source)
+            yield from _flag("embedding", _in_folder(source, "embedding"))
 
 
 def _adapters_lost(metadata: Mapping[str, Any]) -> Iterator[str]:

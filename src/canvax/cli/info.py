@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         arguments, names, "it goes with --memory; add that" if is_model else f"{path} is {kind}; leave it out"
     )
     if is_image:
-        report |= image_info(path)
+        report |= image_info(path, arguments.data_dir)
         lines = _image_lines(report)
     elif is_adapter:
         report |= adapter_info(path)
@@ -160,10 +160,10 @@ def _part_lines(report: Mapping[str, Any]) -> list[str]:
     return [f"{report['file']}: {report['kind']}", "", *(f"{name:<8}  {text}" for name, text in facts.items() if text)]
 
 
-def image_info(path: Path) -> dict[str, Any]:
+def image_info(path: Path, data_dir: str | None = None) -> dict[str, Any]:
     """The metadata of an image, the command that generates it again, and what that does not repeat."""
     metadata = read_metadata(path)
-    lines = [again(member) for member in _members(metadata)]
+    lines = [again(member, data_dir) for member in _members(metadata)]
     return {
         "image": str(path),
         "metadata": metadata,

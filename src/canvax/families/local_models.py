@@ -16,9 +16,11 @@ from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import open_weights
 from canvax.weights.identify import (
     AUTOENCODER,
+    DAMAGED,
     LANGUAGE_MODEL,
     MODEL,
     TRANSFORMER,
+    UPSCALER,
     FileKind,
     FileReport,
     inspect,
@@ -75,7 +77,7 @@ def byte_count(model: Path) -> int:
 
 def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
     """Return why a file cannot be used, with the cure; "" for usable files and images. ``near``: see ``completed``."""
-    if part.path.suffix.lower() in PICKLES:
+    if part.path.suffix.lower() in PICKLES and part.kind_name != UPSCALER:
         return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
         with suppress(CanvaxError):
@@ -83,7 +85,7 @@ def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
                 return ""
         return f"the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
     if part.kind is None:
-        cure = ": copy or download it again" if part.kind_name == "damaged" else ""
+        cure = ": copy or download it again" if part.kind_name == DAMAGED else ""
         return "" if part.kind_name == "an image" else f"{part.kind_name} {part.family}".rstrip() + cure
     return "" if part.kind.flag else f"{part.kind.name}: {part.kind.cure}"
 

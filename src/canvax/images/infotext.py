@@ -17,7 +17,7 @@ from typing import Any
 
 from canvax.call import HIRES_STRENGTHS, Call, OptionRecord
 from canvax.errors import InputError
-from canvax.samplers.catalog import find
+from canvax.samplers.catalog import find, with_a1111_curve
 from canvax.samplers.curve_names import CURVES, curve_label
 from canvax.settings import Declared, declared
 
@@ -31,8 +31,8 @@ _CURVES = {
 }
 """Schedule type in lower case -> name of the curve in canvax."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-_EMBEDDINGS = "TI hashes"
-_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", _EMBEDDINGS, "Hashes", "User", "Created Date")
+_LORAS, _EMBEDDINGS = "Lora hashes", "TI hashes"
+_FACTS = ("Version", "Model hash", "VAE hash", _LORAS, _EMBEDDINGS, "Hashes", "User", "Created Date")
 """Settings that do not affect images. ``embeddings_in`` reads embeddings."""
 NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
@@ -52,7 +52,8 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
         metadata: as in ``canvax.Result.metadata``. An optional ``sampler_label`` ("DPM++ 2M Karras") is the name of the
             sampler in other programs.
     """
-    lines = [" ".join([str(metadata.get("prompt", "")), *_networks(metadata)])]
+    networks = [f"<lora:{name}:{entry['weight']:g}>" for name, entry in _networks(metadata)]
+    lines = [" ".join([str(metadata.get("prompt", "")), *networks])]
     if metadata.get("negative_prompt"):
         lines.append(f"{_NEGATIVE} {metadata['negative_prompt']}")
     settings = {name: value for name, value in _settings(metadata) if value not in (None, "")}
@@ -61,12 +62,12 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _networks(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yield adapters as other programs write them in a prompt, except those with a table of weights."""
+def _networks(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield adapters by the names that other programs write in a prompt, except those with a table of weights."""
     for entry in (metadata.get("adapters") or {}).values():
         if isinstance(entry["weight"], int | float):
             name = os.path.basename(os.path.normpath(entry["file"])).removesuffix(".safetensors")
-            yield f"<lora:{name}:{entry['weight']:g}>"
+            yield name, entry
 
 
 def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -83,6 +84,8 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
     yield "VAE", os.path.basename(os.path.normpath(metadata["vae"])) if metadata.get("vae") else ""
+    loras = {name: entry["a1111_hash"] for name, entry in _networks(metadata) if entry.get("a1111_hash")}
+    yield _LORAS, ", ".join(f"{re.sub('[:,]', '', name)}: {digits}" for name, digits in loras.items())
     words = metadata.get("embeddings") or {}
     hashes = {name: entry["sha256"][:12] for name, entry in words.items() if isinstance(entry, Mapping)}
     yield _EMBEDDINGS, ", ".join(f"{name}: {sha256}" for name, sha256 in hashes.items())
@@ -215,11 +218,15 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         metadata["sampler"] += f" {curve_label(curve)}"
     elif curve is not None:
         options["sigmas"] = curve
+    elif schedule == "automatic" and "sampler" in metadata:  # before 1.9 the sampler's name held the curve
+        metadata["sampler"] = with_a1111_curve(metadata["sampler"])
     if curve is not None or schedule in _PLAIN_SCHEDULES:
         settings.pop("Schedule type", None)
     for name, field in declared(OptionRecord).items():
         if _is_complete(field, settings, options):
             _take(settings, field.setting.infotext, _FORMS.get(name, (field.kind.value_type,))[0], options, name)
+    if schedule == "automatic" and "hires_sampler" in options:
+        options["hires_sampler"] = with_a1111_curve(options["hires_sampler"])
     if "noise" in options:
         metadata["noise"] = options["noise"]
     if options.get("hires", 0) > 1:

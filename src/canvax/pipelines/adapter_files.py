@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,3 +84,17 @@ def sha256_of(path: Path) -> str:
     """The hash of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def a1111_hash_of(path: Path) -> str:
+    """Return 12 hexadecimal digits by which A1111 and Civitai know a LoRA (AutoV3).
+
+    They are the hash that kohya's trainer wrote into a safetensors file, or that of its arrays without the header.
+    """
+    with path.open("rb") as file:
+        if path.suffix.lower() == ".safetensors":
+            stated = read_metadata(path).get("sshs_model_hash", "")[:12]
+            if re.fullmatch("[0-9a-f]{12}", stated):
+                return stated
+            file.seek(8 + int.from_bytes(file.read(8), "little"))
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]

@@ -22,7 +22,7 @@ from canvax.errors import HintWarning, InputError, check_flag, nearest, shown, w
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.params import Params
-from canvax.pipelines.adapter_files import file_of, sha256_of
+from canvax.pipelines.adapter_files import a1111_hash_of, file_of, sha256_of
 from canvax.pipelines.adapter_weights import Weights, parse_weight, parted, tell_of_odd
 from canvax.pipelines.loaded import LoadedModel
 from canvax.pipelines.merging import Change, Merging
@@ -50,6 +50,7 @@ class LoadedAdapter:
         words: textual inversions that came with it.
         place: where it lies beside the weights; None of one that is merged.
         source_keywords: arguments of ``load`` that its source was looked for with, without the token.
+        a1111_hash: see ``a1111_hash_of``.
     """
 
     name: str
@@ -61,6 +62,7 @@ class LoadedAdapter:
     weights: Weights = field(default_factory=dict, repr=False)
     place: int | None = None
     source_keywords: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    a1111_hash: str = field(default="", repr=False)
 
     @property
     def suggested(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class LoadedAdapter:
     def record(self, weight: Any) -> dict[str, Any]:
         """Return what the metadata of an image holds of it, at this weight."""
         file, revision = file_named(self.source, self.source_keywords), self.source_keywords.get("revision")
-        record = {"file": file, "weight": weight, "sha256": self.sha256}
+        record = {"file": file, "weight": weight, "sha256": self.sha256, "a1111_hash": self.a1111_hash}
         return record | {"revision": revision} if revision else record
 
 
@@ -228,6 +230,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             sha256_of(path),
             weights=parse_weight(weight, adapter),
             source_keywords=origin.keywords,
+            a1111_hash=a1111_hash_of(path),
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         tell_of_odd(name, loaded.weights)

@@ -86,6 +86,15 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     raise InputError("sampler", "is not known", cure=nearest(str(name), choices, "canvax samplers"), value=name)
 
 
+def with_a1111_curve(name: str) -> str:
+    """Return a sampler's name with the curve that A1111 takes for the schedule type "Automatic"; unknown ones as is."""
+    try:
+        spec, implied = find(name)
+    except InputError:
+        return name
+    return f"{name} {spec.a1111_curve}" if spec.a1111_curve and "sigmas" not in implied else name
+
+
 def _plain(name: str) -> str:
     """Normalise a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
     pluses = re.sub(r"(?<!\+)\+\+(?!\+)", "pp", str(name).lower())  # of three or more none is a separator

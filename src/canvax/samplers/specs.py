@@ -27,7 +27,7 @@ class SamplerSpec:
     order: order of convergence, if deterministic. stochastic: whether it adds noise at its default eta. evaluations:
     number of network evaluations for n steps. implied: options that the name determines, whatever the checkpoint says.
     curves: whether it accepts Karras and other sigma curves. eta: whether eta can be set. settings: further fields of
-    SamplerOptions that it reads.
+    SamplerOptions that it reads. a1111_curve: the sigma curve that A1111 takes where the schedule type is "Automatic".
     """
 
     name: str
@@ -46,6 +46,7 @@ class SamplerSpec:
     curves: bool = True
     eta: bool = False
     settings: tuple[str, ...] = ()
+    a1111_curve: str = ""
 
     @classmethod
     def of(cls, solver: Solver) -> SamplerSpec:
@@ -72,6 +73,7 @@ SAMPLERS = (
         implied={"algorithm_type": "dpmsolver++", "solver_order": 2},
         also=("k_dpmpp_2m", "dpm_solver_multistep", "dpm_solver++", "dpm_multistep"),
         settings=DPM,
+        a1111_curve="karras",
     ),
     SamplerSpec(
         *("unipc", "UniPC", "UniPCMultistepScheduler", None, "uni_pc", solvers.unipc),
@@ -112,6 +114,7 @@ SAMPLERS = (
         also=("k_dpmpp_2m_sde", "dpmpp_2m_sde_gpu"),
         eta=True,
         settings=("s_noise", *DPM),
+        a1111_curve="exponential",
     ),
     SamplerSpec(
         *("dpmpp_3m_sde", "DPM++ 3M SDE", "DPMSolverMultistepScheduler", "sample_dpmpp_3m_sde", "dpmpp_3m_sde"),
@@ -129,6 +132,7 @@ SAMPLERS = (
         also=("k_dpmpp_3m_sde", "dpmpp_3m_sde_gpu"),
         eta=True,
         settings=("s_noise", *DPM),
+        a1111_curve="exponential",
     ),
     SamplerSpec(
         *("dpmpp_sde", "DPM++ SDE", "DPMSolverSDEScheduler", "sample_dpmpp_sde", "dpmpp_sde", solvers.dpmpp_sde),
@@ -140,6 +144,7 @@ SAMPLERS = (
         also=("k_dpmpp_sde", "dpmpp_sde_gpu"),
         eta=True,
         settings=("s_noise",),
+        a1111_curve="karras",
     ),
     SamplerSpec(
         *("ddim", "DDIM", "DDIMScheduler", None, "ddim", solvers.ddim),
@@ -195,6 +200,7 @@ SAMPLERS = (
         source="Lu et al. 2022, arXiv:2206.00927; k-diffusion",
         also=("k_dpm_2", "k_dpm2"),
         settings=CHURN,
+        a1111_curve="karras",
     ),
     SamplerSpec(
         *("dpm2_a", "DPM2 a", "KDPM2AncestralDiscreteScheduler", "sample_dpm_2_ancestral", "dpm_2_ancestral"),
@@ -207,6 +213,7 @@ SAMPLERS = (
         also=("k_dpm_2_a", "k_dpm_2_ancestral"),
         eta=True,
         settings=("s_noise",),
+        a1111_curve="karras",
     ),
     SamplerSpec(
         *("lms", "LMS", "LMSDiscreteScheduler", "sample_lms", "lms", solvers.lms),
@@ -227,6 +234,7 @@ SAMPLERS = (
         also=("DPM++ 2S Ancestral", "k_dpmpp_2s_a"),
         eta=True,
         settings=("s_noise",),
+        a1111_curve="karras",
     ),
     SamplerSpec(
         *("dpmpp_3m", "DPM++ 3M", "DPMSolverMultistepScheduler", None, None, solvers.dpm_multistep),
@@ -247,6 +255,7 @@ SAMPLERS = (
         also=("dpmpp_2m_sde_heun_gpu",),
         eta=True,
         settings=("s_noise", *DPM),
+        a1111_curve="exponential",
     ),
     SamplerSpec(
         *("dpm_single_2", "DPM-Solver++ singlestep 2", "DPMSolverSinglestepScheduler", None, None),

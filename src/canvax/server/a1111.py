@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -28,8 +28,8 @@ from canvax.errors import InputError, shown
 from canvax.images.formats import INFOTEXT, texts_of_exif
 from canvax.images.infotext import parts_of, to_infotext
 from canvax.images.maps import control_map
-from canvax.samplers.catalog import curve_named, find
-from canvax.samplers.curve_names import CURVES
+from canvax.samplers.catalog import curve_named, find, with_a1111_curve
+from canvax.samplers.curve_names import CURVES, curve_label
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.server.answers import (
     asked,
@@ -53,7 +53,7 @@ from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Pictur
 from canvax.server.part_cache import CONTROLNET
 from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, MOST_IMAGES
-from canvax.weights.data_folder import stem_of
+from canvax.weights.data_folder import flat_names, stem_of
 
 _FIELDS = {
     "guidance_scale": "cfg_scale",
@@ -124,6 +124,7 @@ _CONTROL_MODES = {
     "controlnet is more important": "control",
 }  # fmt: skip
 _STRETCHES, _CROPS = ("0", "just resize"), ("1", "crop and resize")
+_CLIP_SKIP = "CLIP_stop_at_last_layers"
 _PLAIN_VAES = ("", "automatic", "none")
 _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
 
@@ -245,6 +246,26 @@ class Settings(Struct):
 
     sd_model_checkpoint: Annotated[str, Meta(max_length=200)] | None = None
     sd_vae: Annotated[str, Meta(max_length=200)] | None = None
+    CLIP_stop_at_last_layers: Annotated[int, Meta(ge=0, le=100)] | None = None
+    # refused with other values than these, which change no image
+    always_discard_next_to_last_sigma: Any = False
+    comma_padding_backtrack: Any = 20
+    eta_ancestral: Any = 1
+    eta_ddim: Any = 0
+    eta_noise_seed_delta: Any = 0
+    img2img_color_correction: Any = False
+    initial_noise_multiplier: Any = 1
+    randn_source: Any = "GPU"
+    s_min_uncond: Any = 0
+    sd_hypernetwork: Any = "None"
+    token_merging_ratio: Any = 0
+    use_old_karras_scheduler_sigmas: Any = False
+
+
+_NOT_APPLIED = {
+    setting.name: setting.default for setting in msgspec.structs.fields(Settings) if setting.default is not None
+}
+"""Settings of A1111 that change its images and that canvax does not have, with the values that ask for nothing."""
 
 
 class ImageInfo(Struct):
@@ -283,13 +304,13 @@ class _Session:
         engine: what generates.
         running: by the ids of their jobs, oldest first.
         chosen: the model that each client chose, by the id of its key.
-        vaes: likewise the autoencoder.
+        kept: likewise the settings that stand in for those that a request does not override.
     """
 
     engine: Engine
     running: dict[str, _Running] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
-    vaes: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def card(self, client: str, *names: Any) -> ModelCard:
         """The model by the first of these names that is known, or the one that the client chose, or the default."""
@@ -307,6 +328,7 @@ class _Session:
         if not {"", ".", ".."}.isdisjoint(wanted):
             return None
         like = [card for card in cards if _is_called(card, wanted)]
+        like = like or [card for card in cards if "/".join(wanted) in flat_names(_parts(card.file or card.id))]
         return like[0] if len(like) == 1 else None
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
@@ -326,11 +348,7 @@ class _Session:
         if chosen and self.called(chosen) is None:
             raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
-        vae = (body.override_settings or {}).get("sd_vae", self.vaes.get(client))
-        if not isinstance(vae, str | None):
-            message = f"override_settings: sd_vae={shown(vae)} is not a name; /sdapi/v1/sd-vae lists them"
-            raise Rejected(422, "invalid_value", message, param="override_settings")
-        job = await asked(request, self.engine, request_of, body, card, client, vae)
+        job = await asked(request, self.engine, request_of, body, card, client, self.kept.get(client))
         self.running[job.id] = running = _Running(job, owner)
         try:
             await settled(request, job, running.hear)
@@ -385,8 +403,9 @@ class _Session:
             {
                 "sd_model_checkpoint": _title(card),
                 "sd_checkpoint_hash": card.sha256 or None,
-                "sd_vae": self.vaes.get(client_of(request), "Automatic"),
-                "CLIP_stop_at_last_layers": 1,
+                "sd_vae": "Automatic",
+                _CLIP_SKIP: 1,
+                **self.kept.get(client_of(request), {}),
                 "samples_format": "png",
                 "enable_pnginfo": True,
                 "live_previews_enable": True,
@@ -394,8 +413,15 @@ class _Session:
         )
 
     async def choose(self, request: Request) -> Response:
-        """Options: another model or VAE for this client's next images. Others are read and change nothing."""
+        """Options for this client's next images: the model, the VAE, the clip skip. Others change nothing.
+
+        Raises:
+            Rejected: one would change images in A1111 and cannot here.
+        """
         body, client = await read_json(request, Settings, status=422, strict=False), client_of(request)
+        for name in _not_applied(msgspec.structs.asdict(body)):
+            raise _refused(name, "is not offered by this server; leave it out")
+        kept = self.kept.setdefault(client, {})
         if name := body.sd_model_checkpoint:
             card = self.called(name)
             if card is None:
@@ -405,7 +431,11 @@ class _Session:
             if vae.lower() not in _PLAIN_VAES and stem_of(vae) not in map(stem_of, self.card(client).vaes):
                 message = f"sd_vae={vae[:80]!r} is not served here; /sdapi/v1/sd-vae lists those that are"
                 raise Rejected(404, "vae_not_found", message, param="sd_vae")
-            self.vaes[client] = vae
+            kept["sd_vae"] = vae
+        if (layers := body.CLIP_stop_at_last_layers) not in (None, kept.get(_CLIP_SKIP, 1)):
+            if layers > (most := self.card(client).clip_skip) + 1:
+                raise _refused(_CLIP_SKIP, f"{layers} is not in 1..{most + 1}, the layers of {self.card(client).id}")
+            kept[_CLIP_SKIP] = layers
         return json_answer({})
 
     async def autoencoders(self, request: Request) -> Response:
@@ -535,7 +565,11 @@ def _described(card: ModelCard) -> dict[str, Any]:
 
 def _samplers() -> list[dict[str, Any]]:
     return [
-        {"name": spec.label, "aliases": [name for name in spec.spellings if name != spec.label], "options": {}}
+        {
+            "name": spec.label,
+            "aliases": [name for name in spec.spellings if name != spec.label],
+            "options": {"scheduler": spec.a1111_curve} if spec.a1111_curve else {},
+        }
         for spec in SAMPLERS
         if spec.name != INVERSE
     ]
@@ -603,8 +637,14 @@ def _named(info: str) -> dict[str, str]:
     return {"Prompt": prompt, "Negative prompt": negative, **settings, **size}
 
 
-def request_of(body: TextToImage, card: ModelCard, client: str, vae: str | None = None) -> JobRequest:
-    """What a body asks for; ``vae``: an autoencoder as there. Decodes its images, so it is called off the event loop.
+def request_of(body: TextToImage, card: ModelCard, client: str, kept: Mapping[str, Any] | None = None) -> JobRequest:
+    """What a body asks for. Decodes its images, so it is called off the event loop.
+
+    Args:
+        body: of the request.
+        card: of the model.
+        client: the id of its key.
+        kept: settings that the client made before.
 
     Raises:
         Rejected: naming the field.
@@ -615,9 +655,17 @@ def request_of(body: TextToImage, card: ModelCard, client: str, vae: str | None 
     if sampler and spec is None:
         field = "sampler_name" if body.sampler_name else "sampler_index"
         raise _refused(field, f"{sampler!r} is not known; /sdapi/v1/samplers lists them")
+    settings = {**(kept or {}), **(body.override_settings or {})}
+    vae = settings.get("sd_vae")
+    if not isinstance(vae, str | None):
+        raise _refused("override_settings", f"sd_vae={shown(vae)} is not a name; /sdapi/v1/sd-vae lists them")
     options = {"prompt_syntax": "a1111", **dict(_options(body, spec))}
+    options |= dict(_clip_skip(body, card, kept or {}))
     if body.enable_hr and not isinstance(body, ImageToImage):
         options |= _second_pass(body, card)
+    if (body.scheduler or "").strip().lower() in ("", "automatic") and card.prompt_weights:  # A1111 knows such models
+        sampler = sampler and with_a1111_curve(sampler)
+        options |= {name: with_a1111_curve(options[name]) for name in ("hires_sampler",) if name in options}
     image = mask = strength = None
     if isinstance(body, ImageToImage):
         image, mask = _source_images(body)
@@ -762,18 +810,25 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
     churn = {name: value for name, usual in _CHURN if (value := getattr(body, name)) not in (None, usual)}
     if spec is not None and (taken := {name: value for name, value in churn.items() if name in spec.settings}):
         yield "sampler_settings", taken
-    layers = (body.override_settings or {}).get("CLIP_stop_at_last_layers", body.clip_skip)
-    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 0):
-        raise _refused(
-            "override_settings", f"CLIP_stop_at_last_layers={layers!r:.80} is not a whole number from 0 on, such as 2"
-        )
-    if layers is not None and layers > 1:
-        yield "clip_skip", layers - 1  # there, 1 is the last layer
     if body.subseed_strength:
         yield "variation_seed", secrets.randbits(32) if body.subseed in (None, -1) else body.subseed
         yield "variation_strength", body.subseed_strength
     if (body.seed_resize_from_h or 0) > 0 and (body.seed_resize_from_w or 0) > 0:
         yield "seed_size", (body.seed_resize_from_h, body.seed_resize_from_w)
+
+
+def _clip_skip(body: TextToImage, card: ModelCard, kept: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    usual = kept.get(_CLIP_SKIP) if card.clip_skip and body.clip_skip is None else body.clip_skip
+    layers = (body.override_settings or {}).get(_CLIP_SKIP, usual)
+    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 0):
+        raise _refused("override_settings", f"{_CLIP_SKIP}={layers!r:.80} is not a whole number from 0 on, such as 2")
+    if layers is not None and layers > 1:
+        yield "clip_skip", layers - 1  # there, 1 is the last layer
+
+
+def _not_applied(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of A1111's settings that would change images there and change nothing here."""
+    return [name for name, plain in _NOT_APPLIED.items() if settings.get(name, plain) not in (None, plain)]
 
 
 def _second_pass(body: TextToImage, card: ModelCard) -> dict[str, Any]:
@@ -883,10 +938,14 @@ def parameters_of(body: TextToImage) -> dict[str, Any]:
 def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture]) -> str:
     """The JSON text about the images that clients read seeds and settings from."""
     job_request = job.request
-    spec = spec_of(job_request.sampler or card.sampler)
+    sampler = job_request.sampler or card.sampler or ""
+    spec = spec_of(sampler)
+    curve = job_request.options.get("sigmas") or (find(sampler)[1].get("sigmas") if spec else None)
     picture = pictures[0] if pictures else job.pictures[0]
     negative = job_request.negative_prompt or ""
     subseed = job_request.options.get("variation_seed", -1)
+    unread = [f"{name} of override_settings is not applied" for name in _not_applied(body.override_settings or {})]
+    hints = [*unread, *job.hints]
     info = {
         "prompt": job_request.prompt,
         "all_prompts": [job_request.prompt] * len(pictures),
@@ -899,7 +958,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "subseed_strength": job_request.options.get("variation_strength", 0),
         "width": picture.width,
         "height": picture.height,
-        "sampler_name": spec.label if spec else (job_request.sampler or card.sampler or ""),
+        "sampler_name": spec.label if spec else sampler,
         "cfg_scale": card.guidance_scale if job_request.guidance_scale is None else job_request.guidance_scale,
         "steps": job_request.steps or card.steps,
         "batch_size": body.batch_size or 1,
@@ -912,9 +971,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "seed_resize_from_w": body.seed_resize_from_w or -1,
         "seed_resize_from_h": body.seed_resize_from_h or -1,
         "denoising_strength": job_request.strength,
-        "extra_generation_params": without_none(
-            [("Schedule type", job_request.options.get("sigmas") and body.scheduler)]
-        ),
+        "extra_generation_params": without_none([("Schedule type", curve and curve_label(curve))]),
         "index_of_first_image": 0,
         "infotexts": [to_infotext(picture.metadata) for picture in pictures],
         "styles": [],
@@ -922,6 +979,6 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "clip_skip": job_request.options.get("clip_skip", 0) + 1,
         "is_using_inpainting_conditioning": False,
         "version": f"canvax {__version__}",
-        **({"hints": job.hints} if job.hints else {}),
+        **({"hints": hints} if hints else {}),
     }
     return encoded(info).decode()

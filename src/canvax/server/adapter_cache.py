@@ -22,7 +22,7 @@ from canvax.families.base import Model
 from canvax.images.infotext import without_networks
 from canvax.models.beside import ADAPTERS, LAYERS, Places, slots
 from canvax.params import Params
-from canvax.pipelines.adapter_files import AdapterFiles, several, sha256_of
+from canvax.pipelines.adapter_files import AdapterFiles, a1111_hash_of, several, sha256_of
 from canvax.pipelines.adapter_weights import Weights, per_image, plain_weight
 from canvax.pipelines.slots import COUNT, Bank, Packed, Shares, bucket, share_rows
 from canvax.pipelines.texts import tags_of
@@ -67,12 +67,14 @@ class Entry:
         name: in requests.
         file: its file's name, without the folder.
         sha256: of the file.
+        a1111_hash: see ``a1111_hash_of``.
         packed: as places have it.
     """
 
     name: str
     file: str
     sha256: str
+    a1111_hash: str
     packed: Packed = field(repr=False)
 
     @property
@@ -225,7 +227,7 @@ class AdapterCache:
             words = ", ".join(repr(embedding.name) for embedding in adapter.embeddings)
             problem = f"{name!r:.100} contains textual inversions ({words:.200}), which a server does not load"
             raise Rejected(400, "adapter_unusable", f"adapters: {problem}; remove them from the file", param="adapters")
-        return Entry(name, path.name, sha256_of(file), self.bank.pack(name, adapter))
+        return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), self.bank.pack(name, adapter))
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
         """A prompt without the adapters that it names, and all that an image has: these, and those of a request.
@@ -263,7 +265,12 @@ class AdapterCache:
             self.bank,
         )
         records = {
-            entry.name: {"file": entry.file, "weight": plain_weight(weight), "sha256": entry.sha256}
+            entry.name: {
+                "file": entry.file,
+                "weight": plain_weight(weight),
+                "sha256": entry.sha256,
+                "a1111_hash": entry.a1111_hash,
+            }
             for entry, weight in wanted.items()
         }
         return Shares(self.bank.places, self.bank.arrays, weights, [records])

@@ -141,8 +141,11 @@ def all_named(name: str, argument: str) -> dict[str, Path]:
     from canvax.weights.entries import PICKLES, WEIGHTS  # JAX with it, which most commands do without
     from canvax.weights.identify import inspect
 
-    endings = (*WEIGHTS, *PICKLES)
-    paths = [path for root in _roots(folder) for path in _weights(root, endings) if _has_name(path, folder, wanted)]
+    there = [path for root in _roots(folder) for path in _weights(root, (*WEIGHTS, *PICKLES))]
+    paths = [path for path in there if _has_name(path, folder, wanted)]
+    if not paths and argument == "model":
+        flat = stem_of(name)
+        paths = [path for path in there if flat in flat_names((*path.relative_to(folder).parts[:-1], _stem(path)))]
     if len(paths) > 1:
         flags = ("--lora", "--embedding") if argument == "source" else (f"--{argument.replace('_', '-')}",)
         kinds = {path: part.kind for path in paths if (part := inspect(path))}
@@ -188,6 +191,15 @@ def by_name(paths: Sequence[Path]) -> dict[str, Path]:
         "/".join(next((name for name in names if counts[name] == 1), names[-1])): path
         for path, names in spellings.items()
     }
+
+
+def flat_names(parts: Sequence[str]) -> set[str]:
+    """Return names of a model as older A1111 wrote them: with "_" behind each folder, for any number of folders.
+
+    Args:
+        parts: the model's folders, and its name without ending.
+    """
+    return {"_".join(parts[i:]) for i in range(len(parts) - 1)}
 
 
 def stem_of(name: str) -> str:

@@ -296,16 +296,20 @@ def pickle_refused(path: str | Path) -> str:
     )
 
 
+def foreign(head: bytes) -> str:
+    """Return the other known format that the first bytes of a file are of, with the cure; "" for none."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself: run `git lfs pull` in that folder"
+    if is_pickle(head):
+        return "a pickle (.ckpt/.bin) under another name; canvax convert FILE NEW.safetensors takes its tensors out"
+    if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        return "a web page, not the file that was asked for: download it again"
+    if head.startswith(b"GGUF"):
+        return "a GGUF file under another name: let its name end in .gguf"
+    return ""
+
+
 def check_head(path: Path, head: bytes) -> None:
     """Refuse a file whose first bytes are those of another known format, and name it."""
-    if head.startswith(b"version https://git-lfs"):
-        fault = "is a Git LFS pointer, not the file itself: run `git lfs pull` in that folder"
-    elif is_pickle(head):
-        fault = "is a pickle (.ckpt/.bin) under another name; canvax convert FILE NEW.safetensors takes its tensors out"
-    elif head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
-        fault = "is a web page, not the file that was asked for: download it again"
-    elif head.startswith(b"GGUF"):
-        fault = "is a GGUF file under another name: let its name end in .gguf"
-    else:
-        return
-    raise CheckpointError(f"{path}: {fault}.")
+    if name := foreign(head):
+        raise CheckpointError(f"{path}: is {name}.")

@@ -13,7 +13,7 @@ from canvax.families.known import AUTOENCODERS, FAMILIES, MODELS
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
 from canvax.weights.adapter_names import is_adapters, split_name
-from canvax.weights.entries import PICKLES, WEIGHTS
+from canvax.weights.entries import PICKLES, WEIGHTS, foreign, open_weight_file
 from canvax.weights.files import open_weights
 from canvax.weights.folder import INDEX, INDICES
 from canvax.weights.safetensors import read_metadata
@@ -28,6 +28,13 @@ _LANGUAGE_MODEL = re.compile(r"((model\.)?(language_model\.)?layers\.0\.self_att
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
 """Suffixes that browsers and downloaders give to incomplete files."""
+
+UPSCALER = "an upscaler, which canvax does not use"
+DAMAGED = "damaged"
+_UPSCALERS = ("dat", "esrgan", "ldsr", "realesrgan", "scunet", "swinir", "upscale_models")
+"""Folders of A1111 and ComfyUI for upscalers."""
+_UPSCALER = re.compile(r"esrgan|ultrasharp|^[248]x[-_]|x[248]plus", re.IGNORECASE)
+_HEAD = 64
 
 BASES = {
     768: "Stable Diffusion 1.x",
@@ -209,22 +216,28 @@ def inspect(path: Path) -> FileReport | None:
     """Identify a file, or a folder in the diffusers layout; None for anything else. No pickle is opened."""
     if path.is_dir():
         return _inspect_folder(path)
-    if kind_name := _by_ending(path.suffix.lower()):
+    suffix = path.suffix.lower()
+    enlarges = path.parent.name.lower() in _UPSCALERS or _UPSCALER.search(path.name)
+    if suffix in PICKLES and enlarges:
+        return FileReport(path, UPSCALER)
+    if kind_name := _by_ending(suffix):
         return FileReport(path, kind_name)
-    if path.suffix.lower() not in WEIGHTS:
+    if suffix not in WEIGHTS:
         return None
     try:
         shapes = {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}
-        metadata = read_metadata(path) if path.suffix.lower() == ".safetensors" else {}
+        metadata = read_metadata(path) if suffix == ".safetensors" else {}
     except CheckpointError:
-        return FileReport(path, "damaged")
+        return FileReport(path, _unreadable(path))
     except InputError:
         return FileReport(path, "a GGUF file, which needs pip install '.[gguf]'")
     kind, family = identify(shapes), family_of(shapes, metadata)[0]
     if family in OTHERS.values() and kind is not LORA:
         return FileReport(path, "weights that canvax does not run", family)
     missing = parts_missing(shapes) if kind is MODEL else []
-    kind_name = f"a model without {' and '.join(missing)}" if missing else kind.name if kind else "not recognised"
+    kind_name = kind.name if kind else UPSCALER if enlarges else "not recognised"
+    if missing:
+        kind_name = f"a model without {' and '.join(missing)}"
     return FileReport(path, kind_name, family, None if missing else kind)
 
 
@@ -247,6 +260,14 @@ def parts_missing(names: Collection[str]) -> list[str]:
     """Return the parts that a single file of a whole model lacks."""
     parts = {"a UNet": UNET, "an autoencoder": VAE, "a text encoder": _TEXT}
     return [part for part, start in parts.items() if not any(name.startswith(start) for name in names)]
+
+
+def _unreadable(path: Path) -> str:
+    try:
+        with open_weight_file(path) as file:
+            return foreign(file.read(_HEAD)) or DAMAGED
+    except CheckpointError:
+        return DAMAGED
 
 
 def _by_ending(suffix: str) -> str:

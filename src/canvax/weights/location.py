@@ -11,7 +11,7 @@ from typing import Any
 
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
-from canvax.weights.data_folder import find_named, meant_by
+from canvax.weights.data_folder import VARIABLE, find_named, meant_by
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
@@ -170,10 +170,11 @@ class Location:
             return "give each of several separately"
         if self.argument == "model" and (known := _architecture(text)) in EXAMPLES:
             return f"it is an architecture, for canvax plan; for images pass a model, such as {EXAMPLES[known]}"
-        if (meant := meant_by(text)) or self.argument != "model":
-            return meant
         bare = text.rstrip("/")
-        return "" if "/" in bare or "\\" in bare else f"bundled models: {nearest(bare, list(BUNDLED))}"
+        if (meant := meant_by(text)) or "/" in bare or "\\" in bare:
+            return meant
+        folder = f"if a folder of models has it, name that folder in {VARIABLE} or --data-dir"
+        return f"bundled models: {nearest(bare, list(BUNDLED))}; {folder}" if self.argument == "model" else folder
 
 
 def check_variant(variant: str | None) -> None:
