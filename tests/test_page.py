@@ -77,7 +77,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 213_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 222_000
 
 
 def test_nothing_is_inline() -> None:
@@ -1229,6 +1229,87 @@ def test_two_models(site: Site) -> None:
     page.keyboard.press("e")
     page.wait_for_selector(".tile[data-id] >> nth=2")
     assert (site.stub.bodies[2]["model"], site.stub.bodies[2]["guidance_scale"]) == ("other", 0)
+
+
+@browser_only
+def test_another_model_keeps_what_was_chosen(site: Site) -> None:
+    """The rest becomes the model's; what it cannot do is changed and said; a reload changes nothing of it."""
+    page, engine = site.page, site.stub.engine
+    fast = replace(
+        CARD, id="fast", steps=2, guidance_scale=1.0, max_steps=8, samplers=("ddim", "euler_a"), sampler="ddim",
+        sizes=((96, 96),), native=(96, 96),
+    )  # fmt: skip
+    large = replace(CARD, id="large", steps=30, guidance_scale=5.0, any_size=True, size_step=16)
+    engine.cards = (CARD, fast, large)
+    engine.shelf = {card.id: () for card in engine.cards}
+    site.open()
+
+    def form() -> list[str]:
+        names = ("steps-number", "guidance-number", "sampler", "width", "height")
+        return [page.input_value(f"#{name}") for name in names]
+
+    def change(model: str) -> list[str]:
+        page.select_option("#model", model)
+        before = form()
+        site.open()
+        assert form() == before
+        return before
+
+    assert change("large") == ["30", "5", "", "64", "64"]
+    assert change("stub") == ["4", "7.5", "", "64", "64"]
+    page.fill("#steps-number", "7")
+    assert change("large") == ["7", "5", "", "64", "64"]
+    page.select_option("#sampler", "euler_a")
+    page.select_option("#sigmas", "karras")
+    page.fill("#guidance-number", "3")
+    page.select_option("#size", "other")
+    page.fill("#width", "112")
+    page.fill("#height", "80")
+    assert change("fast") == ["7", "3", "euler_a", "96", "96"]
+    assert page.input_value("#sigmas") == "karras"
+    page.select_option("#model", "large")
+    page.select_option("#sampler", "dpmpp_2m")
+    page.fill("#steps-number", "20")
+    page.select_option("#model", "fast")
+    said = page.inner_text(".toast p")
+    assert [word in said for word in ("DPM++ 2M", "steps 20 (now 8)", "guidance")] == [True, True, False]
+    assert form() == ["8", "3", "", "96", "96"]
+    page.evaluate("document.getElementById('reset').click()")
+    assert change("large") == ["30", "5", "", "64", "64"]
+    made = {"prompt": "a fox", "steps": 30, "sampler": "ddim", "width": 88, "height": 64}
+    data = encoded(Image.new("RGB", (64, 64)), "png", made)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    page.wait_for_function("document.getElementById('prompt').value === 'a fox'")
+    page.select_option("#model", "stub")
+    assert form() == ["30", "7.5", "ddim", "96", "64"]  # though 30 steps are what the other model has
+
+
+@browser_only
+def test_use_of_a_twin_changes_the_model_alone(site: Site) -> None:
+    """What did not fit before is tried again, and what was changed meanwhile stays."""
+    page, engine = site.page, site.stub.engine
+    twin = replace(CARD, steps=50, sizes=((64, 64), (128, 64)))
+    engine.cards = (CARD, replace(twin, id="a/twin"), replace(twin, id="b/twin"))
+    engine.shelf = {card.id: () for card in engine.cards}
+    site.open()
+    settings = {
+        "prompt": "a fox", "model": "twin", "steps": 4, "guidance_scale": 7, "sampler": "ddim", "width": 128,
+        "height": 64, "options": {"sigmas": "karras"},
+    }  # fmt: skip
+    data = encoded(Image.new("RGB", (64, 64)), "png", settings)
+    names = ("model", "steps-number", "guidance-number", "sampler", "sigmas", "size")
+    for written, steps in ((None, "4"), ("9", "9")):
+        page.select_option("#model", "stub")
+        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+        notice = page.locator(".toast", has_text="without the model twin")
+        notice.wait_for()
+        assert "without" in notice.inner_text()
+        if written:
+            page.fill("#steps-number", written)
+        notice.locator("text=Use b/twin").click()
+        notice.wait_for(state="detached")
+        assert [page.input_value(f"#{name}") for name in names] == ["b/twin", steps, "7", "ddim", "karras", "128x64"]
+        assert "without" not in "".join(page.locator(".toast").all_inner_texts())
 
 
 @thorough
