@@ -26,7 +26,7 @@ from PIL import Image
 
 from canvax.images.metadata import read_metadata, save_numbered
 from canvax.server import history
-from canvax.server.jobs import Changed, ControlCard, Rejected, Status
+from canvax.server.jobs import AdapterCard, Changed, ControlCard, Rejected, Status
 from tests.support.page_stub import PAGE, SAMPLERS, PaintedEngine, Stub, encoded
 from tests.support.server_stub import CARD
 
@@ -1310,6 +1310,43 @@ def test_use_of_a_twin_changes_the_model_alone(site: Site) -> None:
         notice.wait_for(state="detached")
         assert [page.input_value(f"#{name}") for name in names] == ["b/twin", steps, "7", "ddim", "karras", "128x64"]
         assert "without" not in "".join(page.locator(".toast").all_inner_texts())
+
+
+@browser_only
+def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
+    """The notice says what is left, closes with the last of it, and leaves Generate free on a phone."""
+    page, engine = site.page, site.stub.engine
+    files = ("ink", "a/twin", "b/twin", "wash")
+    engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
+    page.set_viewport_size({"width": 390, "height": 700})
+    site.open()
+    missing = ["<lora:ink:0.5>", "<lora:twin:1>"]
+    made = {"prompt": "a fox, , red, ,", "adapters": {"wash": 0.2}, "missing": missing}
+    data = encoded(Image.new("RGB", (64, 64)), "png", made)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    notice = page.locator(".toast p", has_text="without")
+    notice.wait_for()
+    assert page.input_value("#prompt") == "a fox, red"
+    offers = page.locator(".toast .link").all_inner_texts()
+    assert offers == ["Use ink", "Use a/twin", "Use b/twin", "Add as input too"]
+    page.evaluate("document.getElementById('fold').open = true")  # so that Generate stands at the bottom
+    toast, generate = page.locator(".toast").bounding_box(), page.locator("#draw").bounding_box()
+    assert toast["y"] + toast["height"] <= generate["y"]
+    page.click(".toast >> text=Use ink")
+    page.wait_for_selector(".toast p:not(:has-text('ink'))")
+    assert "<lora:twin:1>" in notice.inner_text()
+    page.click(".toast >> text=Use b/twin")
+    notice.wait_for(state="detached")
+    assert page.locator(".toast .link").all_inner_texts() == ["Add as input too"]
+    assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 0.5, b/twin 1"
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    site.draw("a red apple")
+    assert site.stub.bodies[0]["adapters"] == {"wash": 0.2, "ink": 0.5, "b/twin": 1}
+    made |= {"model": CARD.id, "adapters": {"wash": 0.2, "gone": 1}, "missing": []}
+    data = encoded(Image.new("RGB", (64, 64)), "png", made)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
 
 
 @thorough

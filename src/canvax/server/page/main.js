@@ -210,7 +210,7 @@ Object.assign(viewer.viewerActions, {
   async restore(record) {
     closeDialogs();
     const { inputs, settings: { upscale, strength } } = record;
-    const settings = sourceOf(record);
+    const settings = tidied(sourceOf(record), record.missing);
     await restored({ ...settings, lock: settings.seed !== undefined }, upscale ? {} : inputs);
     if (upscale) composer.apply({ upscale, strength });
     tellLost(settings, record.missing, upscale && inputs?.image ? [["Upscale again", () => viewer.viewerActions.vary(record)]] : [], upscale);
@@ -282,8 +282,8 @@ async function openImage(file) {
     toast("Added as input image.");
   };
   try {
-    const { settings, missing, metadata } = await inspect(file);
-    settings.prompt ??= metadata.upscale?.prompt;
+    const { settings: recorded, missing, metadata } = await inspect(file);
+    const settings = tidied({ ...recorded, prompt: recorded.prompt ?? metadata.upscale?.prompt }, missing);
     const { image, mask, ...rest } = settings;
     if (rest.upscale) Object.assign(rest, { seed: undefined, width: Math.round(metadata.width / rest.upscale), height: Math.round(metadata.height / rest.upscale) });
     await restored({ ...rest, n: 1, lock: rest.seed !== undefined });
@@ -320,6 +320,12 @@ function tellLost(settings, missing = [], actions = [], upscale = settings.upsca
     close = toast(note ? `${what} ${note}` : what, [...offers, ...actions], lost.length || note ? 60 : 8);
   };
   tell();
+}
+
+/** The prompt without the commas that LoRAs leave which were taken out of it. */
+function tidied(settings, missing = []) {
+  if (!settings.prompt || !missing.some((text) => LORA.test(text))) return settings;
+  return { ...settings, prompt: settings.prompt.replace(/\s*,(\s*,)+/g, ",").replace(/^[\s,]+|[\s,]+$/g, "") };
 }
 
 const LORA = /^<lora:([^:<>]+):?([\d.-]*)[^<>]*>$/;
