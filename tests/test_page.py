@@ -879,9 +879,12 @@ def test_arrows_change_the_weight_of_words(site: Site, syntax: str, text: str, h
 @thorough
 def test_names_of_adapters_are_completed(site: Site) -> None:
     page = site.page
+    files = ("drink", "thin line", "ink", "a/inky")
+    site.stub.engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
+    site.open()
     page.click("#prompt")
-    page.keyboard.type("a fox <lora:i")
-    assert page.inner_text("#completions li") == "ink"
+    page.keyboard.type("a fox <lora:in")
+    assert page.locator("#completions li").all_inner_texts() == ["ink", "a/inky", "drink", "thin line"]
     page.keyboard.press("Enter")
     assert page.input_value("#prompt") == "a fox <lora:ink:1>"
     assert page.locator("#completions").is_hidden()
