@@ -906,12 +906,14 @@ def test_embeddings_of_the_folder(site: Site) -> None:
     assert (page.input_value("#prompt"), page.input_value("#negative")) == ("a fox", "blurry, wool")
     page.fill("#prompt", "woolly yarn")
     notes = page.locator("#words-note li").all_inner_texts()
-    assert [note.split()[0].strip(":") for note in notes] == ["wool", "yarn"]
-    assert "yarn.safetensors" in notes[1]
+    assert [note.split()[0] for note in notes] == ["yarn"]
+    assert "yarn.safetensors" in notes[0]
+    assert page.locator("#negative-words-note li").count() == 1
+    assert page.inner_text("#negative-words-note").split(":")[0] == "wool"
     assert page.inner_text("#embeddings-text") == "wool"
     page.fill("#negative", "")
     page.fill("#prompt", "a fox")
-    assert page.inner_text("#words-note") == ""
+    assert page.inner_text("#words-note") == page.inner_text("#negative-words-note") == ""
 
 
 @thorough
@@ -1282,7 +1284,7 @@ def test_another_model_keeps_what_was_chosen(site: Site) -> None:
     made = {"prompt": "a fox", "steps": 30, "sampler": "ddim", "width": 88, "height": 64}
     data = encoded(Image.new("RGB", (64, 64)), "png", made)
     page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
-    page.wait_for_function("document.getElementById('prompt').value === 'a fox'")
+    page.wait_for_function("() => document.getElementById('prompt').value === 'a fox'")
     page.select_option("#model", "stub")
     assert form() == ["30", "7.5", "ddim", "96", "64"]  # though 30 steps are what the other model has
 
@@ -1673,6 +1675,26 @@ def test_a_refused_setting_is_pointed_at(site: Site) -> None:
     site.draw("a red apple", wait=False)  # which need not be asked for
     site.page.wait_for_selector(".field:has(#guidance-number) #form-error", state="visible")
     assert len(site.stub.bodies) == 1
+
+
+@thorough
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_refused_adapter_is_in_view(site: Site, width: int) -> None:
+    page = site.page
+    site.stub.engine.refusal = Rejected(422, "invalid_value", "adapters: 'gone' is not here.", param="adapters")
+    free = """() => {
+        const [error, bar] = ["form-error", "draw"].map((id) => document.getElementById(id).getBoundingClientRect());
+        return error.height > 0 && error.top >= 0 && error.bottom <= Math.min(innerHeight, bar.top);
+    }"""
+    hidden = []
+    for height in range(520, 860, 30):
+        page.set_viewport_size({"width": width, "height": height})
+        page.evaluate("for (const node of document.querySelectorAll('details')) node.open = node.id === 'fold'")
+        page.evaluate("document.getElementById('composer').scrollTop = document.scrollingElement.scrollTop = 0")
+        site.draw("a red apple <lora:gone:1>", wait=False)
+        page.wait_for_function("() => document.activeElement.id === 'adapter-add'")
+        hidden += [] if page.evaluate(free) else [height]
+    assert not hidden
 
 
 def axe_script() -> str | None:

@@ -668,13 +668,13 @@ export function formError(text, param = null, id = null) {
   const at = field ? $(field).closest(".field, .more") ?? $(field).parentElement : document.querySelector(".actions");
   if ($("form-error").parentElement !== at) at[field ? "append" : "prepend"]($("form-error"));
   $("form-error").textContent = text;
-  if (text) $("form-error").scrollIntoView({ block: "nearest" });
   if (field) {
     for (let fold = $(field).closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
     $(field).setAttribute("aria-invalid", "true");
     $(field).setAttribute("aria-errormessage", "form-error");
-    $(field).focus();
+    $(field).focus({ preventScroll: true });
   }
+  if (text) $("form-error").scrollIntoView({ block: field ? "center" : "nearest" });  // the bar with Generate hides what is below
 }
 
 export function prepareComposer() {
