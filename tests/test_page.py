@@ -1522,6 +1522,37 @@ def test_what_a_sheet_varies(site: Site) -> None:
 
 
 @thorough
+def test_a_sheet_of_samplers_and_schedule_types(site: Site) -> None:
+    """A sampler may end with a schedule type, as in A1111; one without keeps that of the form, or of the other axis."""
+    page = site.page
+    page.fill("#prompt", "a red apple")
+
+    def asked(x: str, y: str) -> set[tuple[str | None, str | None]]:
+        before = len(site.stub.bodies)
+        page.click("#open-sheet")
+        page.select_option("#sheet-x", "sampler")
+        page.fill("#sheet-x-values", x)
+        page.select_option("#sheet-y", "sigmas" if y else "none")
+        if y:
+            page.fill("#sheet-y-values", y)
+        page.click("#sheet-draw")
+        site.idle()
+        bodies = site.stub.bodies[before:]
+        return {(body.get("sampler"), body.get("options", {}).get("sigmas")) for body in bodies}
+
+    assert asked("dpm++ 2m karras, DDIM", "") == {("dpmpp_2m", "karras"), ("ddim", None)}
+    assert asked("DDIM, euler_a", "Automatic, karras") == {
+        (sampler, curve) for sampler in ("ddim", "euler_a") for curve in ("automatic", "karras")
+    }
+    page.click("#open-sheet")
+    for wrong in ("DPM++ 2M Lineal", "DDIM Karras"):  # no such type; types on both axes
+        page.fill("#sheet-x-values", wrong)
+        assert page.locator("#sheet-draw").is_disabled()
+    page.select_option("#sheet-y", "none")
+    assert page.locator("#sheet-draw").is_enabled()
+
+
+@thorough
 def test_a_sheet_waits_fails_and_is_cancelled(site: Site) -> None:
     page, engine = site.page, site.stub.engine
     engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=1)

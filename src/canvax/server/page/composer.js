@@ -26,6 +26,7 @@ export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? c
 export const model = () => cardOf($("model").value);
 export const models = () => catalogue.models.map(({ id }) => id);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
+export const curves = () => catalogue.curves;
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 export const currentInput = () => input;
