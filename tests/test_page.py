@@ -26,7 +26,7 @@ from PIL import Image
 
 from canvax.images.metadata import read_metadata, save_numbered
 from canvax.server import history
-from canvax.server.jobs import Changed, ControlCard, Rejected, Status
+from canvax.server.jobs import AdapterCard, Changed, ControlCard, Rejected, Status
 from tests.support.page_stub import PAGE, SAMPLERS, PaintedEngine, Stub, encoded
 from tests.support.server_stub import CARD
 
@@ -77,7 +77,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 213_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 224_000
 
 
 def test_nothing_is_inline() -> None:
@@ -879,9 +879,12 @@ def test_arrows_change_the_weight_of_words(site: Site, syntax: str, text: str, h
 @thorough
 def test_names_of_adapters_are_completed(site: Site) -> None:
     page = site.page
+    files = ("drink", "thin line", "ink", "a/inky")
+    site.stub.engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
+    site.open()
     page.click("#prompt")
-    page.keyboard.type("a fox <lora:i")
-    assert page.inner_text("#completions li") == "ink"
+    page.keyboard.type("a fox <lora:in")
+    assert page.locator("#completions li").all_inner_texts() == ["ink", "a/inky", "drink", "thin line"]
     page.keyboard.press("Enter")
     assert page.input_value("#prompt") == "a fox <lora:ink:1>"
     assert page.locator("#completions").is_hidden()
@@ -903,12 +906,14 @@ def test_embeddings_of_the_folder(site: Site) -> None:
     assert (page.input_value("#prompt"), page.input_value("#negative")) == ("a fox", "blurry, wool")
     page.fill("#prompt", "woolly yarn")
     notes = page.locator("#words-note li").all_inner_texts()
-    assert [note.split()[0].strip(":") for note in notes] == ["wool", "yarn"]
-    assert "yarn.safetensors" in notes[1]
+    assert [note.split()[0] for note in notes] == ["yarn"]
+    assert "yarn.safetensors" in notes[0]
+    assert page.locator("#negative-words-note li").count() == 1
+    assert page.inner_text("#negative-words-note").split(":")[0] == "wool"
     assert page.inner_text("#embeddings-text") == "wool"
     page.fill("#negative", "")
     page.fill("#prompt", "a fox")
-    assert page.inner_text("#words-note") == ""
+    assert page.inner_text("#words-note") == page.inner_text("#negative-words-note") == ""
 
 
 @thorough
@@ -1231,6 +1236,124 @@ def test_two_models(site: Site) -> None:
     assert (site.stub.bodies[2]["model"], site.stub.bodies[2]["guidance_scale"]) == ("other", 0)
 
 
+@browser_only
+def test_another_model_keeps_what_was_chosen(site: Site) -> None:
+    """The rest becomes the model's; what it cannot do is changed and said; a reload changes nothing of it."""
+    page, engine = site.page, site.stub.engine
+    fast = replace(
+        CARD, id="fast", steps=2, guidance_scale=1.0, max_steps=8, samplers=("ddim", "euler_a"), sampler="ddim",
+        sizes=((96, 96),), native=(96, 96),
+    )  # fmt: skip
+    large = replace(CARD, id="large", steps=30, guidance_scale=5.0, any_size=True, size_step=16)
+    engine.cards = (CARD, fast, large)
+    engine.shelf = {card.id: () for card in engine.cards}
+    site.open()
+
+    def form() -> list[str]:
+        names = ("steps-number", "guidance-number", "sampler", "width", "height")
+        return [page.input_value(f"#{name}") for name in names]
+
+    def change(model: str) -> list[str]:
+        page.select_option("#model", model)
+        before = form()
+        site.open()
+        assert form() == before
+        return before
+
+    assert change("large") == ["30", "5", "", "64", "64"]
+    assert change("stub") == ["4", "7.5", "", "64", "64"]
+    page.fill("#steps-number", "7")
+    assert change("large") == ["7", "5", "", "64", "64"]
+    page.select_option("#sampler", "euler_a")
+    page.select_option("#sigmas", "karras")
+    page.fill("#guidance-number", "3")
+    page.select_option("#size", "other")
+    page.fill("#width", "112")
+    page.fill("#height", "80")
+    assert change("fast") == ["7", "3", "euler_a", "96", "96"]
+    assert page.input_value("#sigmas") == "karras"
+    page.select_option("#model", "large")
+    page.select_option("#sampler", "dpmpp_2m")
+    page.fill("#steps-number", "20")
+    page.select_option("#model", "fast")
+    said = page.inner_text(".toast p")
+    assert [word in said for word in ("DPM++ 2M", "steps 20 (now 8)", "guidance")] == [True, True, False]
+    assert form() == ["8", "3", "", "96", "96"]
+    page.evaluate("document.getElementById('reset').click()")
+    assert change("large") == ["30", "5", "", "64", "64"]
+    made = {"prompt": "a fox", "steps": 30, "sampler": "ddim", "width": 88, "height": 64}
+    data = encoded(Image.new("RGB", (64, 64)), "png", made)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    page.wait_for_function("() => document.getElementById('prompt').value === 'a fox'")
+    page.select_option("#model", "stub")
+    assert form() == ["30", "7.5", "ddim", "96", "64"]  # though 30 steps are what the other model has
+
+
+@browser_only
+def test_use_of_a_twin_changes_the_model_alone(site: Site) -> None:
+    """What did not fit before is tried again, and what was changed meanwhile stays."""
+    page, engine = site.page, site.stub.engine
+    twin = replace(CARD, steps=50, sizes=((64, 64), (128, 64)))
+    engine.cards = (CARD, replace(twin, id="a/twin"), replace(twin, id="b/twin"))
+    engine.shelf = {card.id: () for card in engine.cards}
+    site.open()
+    settings = {
+        "prompt": "a fox", "model": "twin", "steps": 4, "guidance_scale": 7, "sampler": "ddim", "width": 128,
+        "height": 64, "options": {"sigmas": "karras"},
+    }  # fmt: skip
+    data = encoded(Image.new("RGB", (64, 64)), "png", settings)
+    names = ("model", "steps-number", "guidance-number", "sampler", "sigmas", "size")
+    for written, steps in ((None, "4"), ("9", "9")):
+        page.select_option("#model", "stub")
+        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+        notice = page.locator(".toast", has_text="without the model twin")
+        notice.wait_for()
+        assert "without" in notice.inner_text()
+        if written:
+            page.fill("#steps-number", written)
+        notice.locator("text=Use b/twin").click()
+        notice.wait_for(state="detached")
+        assert [page.input_value(f"#{name}") for name in names] == ["b/twin", steps, "7", "ddim", "karras", "128x64"]
+        assert "without" not in "".join(page.locator(".toast").all_inner_texts())
+
+
+@browser_only
+def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
+    """The notice says what is left, closes with the last of it, and leaves Generate free on a phone."""
+    page, engine = site.page, site.stub.engine
+    files = ("ink", "a/twin", "b/twin", "wash")
+    engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
+    page.set_viewport_size({"width": 390, "height": 700})
+    site.open()
+    missing = ["<lora:ink:0.5>", "<lora:twin:1>"]
+    made = {"prompt": "a fox, , red, ,", "adapters": {"wash": 0.2}, "missing": missing}
+    data = encoded(Image.new("RGB", (64, 64)), "png", made)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    notice = page.locator(".toast p", has_text="without")
+    notice.wait_for()
+    assert page.input_value("#prompt") == "a fox, red"
+    offers = page.locator(".toast .link").all_inner_texts()
+    assert offers == ["Use ink", "Use a/twin", "Use b/twin", "Add as input too"]
+    page.evaluate("document.getElementById('fold').open = true")  # so that Generate stands at the bottom
+    toast, generate = page.locator(".toast").bounding_box(), page.locator("#draw").bounding_box()
+    assert toast["y"] + toast["height"] <= generate["y"]
+    page.click(".toast >> text=Use ink")
+    page.wait_for_selector(".toast p:not(:has-text('ink'))")
+    assert "<lora:twin:1>" in notice.inner_text()
+    page.click(".toast >> text=Use b/twin")
+    notice.wait_for(state="detached")
+    assert page.locator(".toast .link").all_inner_texts() == ["Add as input too"]
+    assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 0.5, b/twin 1"
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    site.draw("a red apple")
+    assert site.stub.bodies[0]["adapters"] == {"wash": 0.2, "ink": 0.5, "b/twin": 1}
+    made |= {"model": CARD.id, "adapters": {"wash": 0.2, "gone": 1}, "missing": []}
+    data = encoded(Image.new("RGB", (64, 64)), "png", made)
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
+
+
 @thorough
 def test_an_image_beside_the_prompt_is_dropped_or_pasted_where_it_belongs(site: Site) -> None:
     site.stub.controls, site.stub.ip_adapters = NETS[:1], ("plain",)
@@ -1399,6 +1522,37 @@ def test_what_a_sheet_varies(site: Site) -> None:
 
 
 @thorough
+def test_a_sheet_of_samplers_and_schedule_types(site: Site) -> None:
+    """A sampler may end with a schedule type, as in A1111; one without keeps that of the form, or of the other axis."""
+    page = site.page
+    page.fill("#prompt", "a red apple")
+
+    def asked(x: str, y: str) -> set[tuple[str | None, str | None]]:
+        before = len(site.stub.bodies)
+        page.click("#open-sheet")
+        page.select_option("#sheet-x", "sampler")
+        page.fill("#sheet-x-values", x)
+        page.select_option("#sheet-y", "sigmas" if y else "none")
+        if y:
+            page.fill("#sheet-y-values", y)
+        page.click("#sheet-draw")
+        site.idle()
+        bodies = site.stub.bodies[before:]
+        return {(body.get("sampler"), body.get("options", {}).get("sigmas")) for body in bodies}
+
+    assert asked("dpm++ 2m karras, DDIM", "") == {("dpmpp_2m", "karras"), ("ddim", None)}
+    assert asked("DDIM, euler_a", "Automatic, karras") == {
+        (sampler, curve) for sampler in ("ddim", "euler_a") for curve in ("automatic", "karras")
+    }
+    page.click("#open-sheet")
+    for wrong in ("DPM++ 2M Lineal", "DDIM Karras"):  # no such type; types on both axes
+        page.fill("#sheet-x-values", wrong)
+        assert page.locator("#sheet-draw").is_disabled()
+    page.select_option("#sheet-y", "none")
+    assert page.locator("#sheet-draw").is_enabled()
+
+
+@thorough
 def test_a_sheet_waits_fails_and_is_cancelled(site: Site) -> None:
     page, engine = site.page, site.stub.engine
     engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=1)
@@ -1552,6 +1706,26 @@ def test_a_refused_setting_is_pointed_at(site: Site) -> None:
     site.draw("a red apple", wait=False)  # which need not be asked for
     site.page.wait_for_selector(".field:has(#guidance-number) #form-error", state="visible")
     assert len(site.stub.bodies) == 1
+
+
+@thorough
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_refused_adapter_is_in_view(site: Site, width: int) -> None:
+    page = site.page
+    site.stub.engine.refusal = Rejected(422, "invalid_value", "adapters: 'gone' is not here.", param="adapters")
+    free = """() => {
+        const [error, bar] = ["form-error", "draw"].map((id) => document.getElementById(id).getBoundingClientRect());
+        return error.height > 0 && error.top >= 0 && error.bottom <= Math.min(innerHeight, bar.top);
+    }"""
+    hidden = []
+    for height in range(520, 860, 30):
+        page.set_viewport_size({"width": width, "height": height})
+        page.evaluate("for (const node of document.querySelectorAll('details')) node.open = node.id === 'fold'")
+        page.evaluate("document.getElementById('composer').scrollTop = document.scrollingElement.scrollTop = 0")
+        site.draw("a red apple <lora:gone:1>", wait=False)
+        page.wait_for_function("() => document.activeElement.id === 'adapter-add'")
+        hidden += [] if page.evaluate(free) else [height]
+    assert not hidden
 
 
 def axe_script() -> str | None:

@@ -191,7 +191,7 @@ function showAdapters(weights) {
   showBesideText();
 }
 
-const adaptersNow = () => Object.fromEntries(rows().map((row) => [row.dataset.name, Number.parseFloat(row.querySelector("input").value) || 0]));
+export const adaptersNow = () => Object.fromEntries(rows().map((row) => [row.dataset.name, Number.parseFloat(row.querySelector("input").value) || 0]));
 
 /** What of it is said in a job; `steered` and `prompted` say how the images are read, for `besideBody`. */
 export function besideSettings() {

@@ -16,12 +16,17 @@ let inputRead = Promise.resolve();
 let lastSeed = null;
 /** Options of a restored image that have no field: sent as they are. */
 let others = {};
+/** Of size, steps, guidance, sampler and hires-strength: what was chosen or restored, and stays with another model. */
+let chosen = new Set();
+/** The card that the form shows. */
+let shown = null;
 
 /** The card of a model; without a model, that of the first, which is the default. */
 export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
 export const model = () => cardOf($("model").value);
 export const models = () => catalogue.models.map(({ id }) => id);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
+export const curves = () => catalogue.curves;
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 export const currentInput = () => input;
@@ -31,7 +36,7 @@ export const fittedInput = () => fitted(input.original, Number($("width").value)
 export const editing = () => Boolean(model()?.references && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
 /** What a file is called, without folders and ending. */
-const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
+export const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
 /** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
 const meant = (name) => (knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name)));
 export const hasModels = () => catalogue.models.length > 0;
@@ -56,42 +61,59 @@ export async function setCatalogue(models) {
   await applied;
 }
 
+/** A sentence on what had to change for another model; "" if nothing did. */
 function chooseModel(id) {
-  if (id === $("model").value) return;
+  if (id === $("model").value) return "";
   $("model").value = id;
-  showModel();
+  return showModel();
 }
 
 /**
- * Say what of restored settings the form could not take: a sentence each, with the nearest choices, {label: action}, where
- * there are any.
+ * Return what of restored settings the form could not take: `setting`, `text`, and the nearest choices, {label: action},
+ * where there are any. An action returns what else it had to change.
  */
-export function notTaken({ model: name, width, height, options = {}, sampler, vae }) {
+export function notTaken({ model: name, width, height, options = {}, vae }) {
   const left = [];
-  const use = (id) => () => { chooseModel(id); apply({ width, height, options, sampler, vae }); keepDraft(); };
+  const [w, h, other, times] = [...["width", "height"].map((id) => Number($(id).value)), $("vae").value, Number($("hires").value)];
+  const pass = Object.fromEntries(Object.entries(options).filter(([option]) => option.startsWith("hires")));
+  // What did not fit the model before is tried once more, unless it was changed since.
+  const use = (id) => () => {
+    const again = { ...(Number($("width").value) === w && Number($("height").value) === h && { width, height }), ...($("vae").value === other && { vae }) };
+    const second = pass.hires > 1 && times !== pass.hires && Number($("hires").value) === times;
+    const changed = chooseModel(id);
+    apply({ ...again, ...(second && { options: { ...optionsNow(), ...pass } }) });
+    keepDraft();
+    return changed;
+  };
   if (name && !meant(name).includes(model()?.id)) {
     const choices = Object.fromEntries(meant(name).slice(0, 3).map((id) => [`Use ${id}`, use(id)]));
-    left.push([`the model ${name} (${model()?.name} is selected)`, choices]);
+    left.push({ setting: "model", text: `the model ${name} (${model()?.name} is selected)`, choices });
   }
-  const [w, h] = [Number($("width").value), Number($("height").value)];
-  if (width && height && (w !== width || h !== height)) left.push([`the size ${width} × ${height} (now ${w} × ${h})`, {}]);
-  const used = $("vae").value || model()?.vae || "the model's";
-  if (vae && stem(vae) !== stem(used)) left.push([`the VAE ${vae} (${used} is used)`, {}]);
-  if (options.hires > 1 && Number($("hires").value) !== options.hires) {
+  if (width && height && (w !== width || h !== height)) left.push({ setting: "size", text: `the size ${width} × ${height} (now ${w} × ${h})` });
+  const used = other || model()?.vae || "the model's";
+  if (vae && stem(vae) !== stem(used)) left.push({ setting: "vae", text: `the VAE ${vae} (${used} is used)` });
+  if (options.hires > 1 && times !== options.hires) {
     const nearest = [...$("hires").options].map(({ value }) => Number(value)).filter((value) => value > 1).at(-1);
-    const choose = () => { setOptions({ ...options, hires: nearest }); keepDraft(); };
-    left.push([`the second pass of ${options.hires} ×`, nearest ? { [`Use ${nearest} ×`]: choose } : {}]);
+    const set = () => { setOptions({ ...optionsNow(), ...pass, hires: nearest }); keepDraft(); };
+    left.push({ setting: "hires", text: `the second pass of ${options.hires} ×`, choices: nearest ? { [`Use ${nearest} ×`]: set } : {} });
   }
   return left;
 }
 
+/** The fields for the chosen model. What was chosen stays where the model can do it; a sentence says what had to change. */
 function showModel() {
   const card = model();
-  if (!card) return;
+  if (!card) return "";
+  const kept = {
+    size: [Number($("width").value), Number($("height").value)], sampler: $("sampler").value || shown?.sampler || "",
+    style: $("style").value, vae: $("vae").value,
+  };
+  shown = card;
   $("about-model").textContent = `${card.name} · ${card.family}`;
   const sizes = sizesOf(card).map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w}×${h}${shapeOf(w, h)}` }));
   if (card.any_size) sizes.push(el("option", { value: "other", textContent: "Another…" }));
   $("style").replaceChildren(el("option", { value: "", textContent: "Any" }), ...card.styles.map((name) => el("option", { value: name, textContent: name })));
+  if (card.styles.includes(kept.style)) $("style").value = kept.style;
   $("style-field").hidden = !card.styles.length;
   const usable = { negative: card.negative_prompt, guidance: card.guided, syntax: card.prompt_weights, "clip-skip": card.clip_skip, upscale: card.tasks.includes("upscaling") };
   for (const [id, is] of Object.entries(usable)) $(`${id}-field`).hidden = !is;
@@ -106,9 +128,42 @@ function showModel() {
   $("sampler").replaceChildren(first, ...samplers().map(option));
   ownSettings();
   showVaes(card);
+  const changed = keepChosen(card, kept);
   showInput();
   showSyntax();
   showBeside(card);
+  return changed.length ? `Not for ${card.name}: ${changed.join(", ")}.` : "";
+}
+
+/** Put chosen values back where the model can do them; returns what had to change. */
+function keepChosen(card, { size, sampler, style, vae }) {
+  const changed = [];
+  if (chosen.has("size")) {
+    const possible = canMake(...size) ? size : card.any_size ? size.map((side) => toStep(side, card.size_step)) : nearest(...size);
+    setSize(...possible);
+    if (possible.join() !== size.join()) changed.push(`the size ${size.join(" × ")} (now ${possible.join(" × ")})`);
+  }
+  const found = samplerOf(sampler);
+  if (chosen.has("sampler")) {
+    if (!found || samplers().includes(found)) setSampler(sampler);
+    else {
+      chosen.delete("sampler");
+      changed.push(`the sampler ${found.label} (now ${samplerLabel(card.sampler) || "the model's"})`);
+    }
+  }
+  const labels = { count: "images", "steps-number": "steps", "guidance-number": "guidance", "clip-skip": "CLIP skip" };
+  for (const [id, label] of Object.entries(labels)) {
+    const [field, value] = [$(id), Number($(id).value)];
+    if (field.closest(".field").hidden || !field.value) continue;
+    const possible = Math.max(field.min, Math.min(field.max || Infinity, value));
+    if (possible === value) continue;
+    if (id.endsWith("-number")) setNumber(id.replace("-number", ""), possible);
+    else field.value = possible;
+    changed.push(`${label} ${value} (now ${possible})`);
+  }
+  if (style !== $("style").value) changed.push(`the style ${style}`);
+  if (vae !== $("vae").value) changed.push(`the VAE ${vae} (now ${card.vae || "the model's"})`);
+  return changed;
 }
 
 /** The VAEs for a model; the chosen one stays, if it is among them. */
@@ -127,10 +182,12 @@ function setVae(name) {
 
 const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
 
+const toStep = (value, step) => Math.max(step, Math.round(value / step) * step);
+
 /** The sizes to choose from: those that are ready, and of a model that makes any size the usual shapes. */
 function sizesOf(card) {
   const [area, step] = [card.native[0] * card.native[1], card.size_step];
-  const round = (value) => Math.max(step, Math.round(value / step) * step);
+  const round = (value) => toStep(value, step);
   const usual = card.any_size ? SHAPES.map(([w, h]) => [round(Math.sqrt((area * w) / h)), round(Math.sqrt((area * h) / w))]) : [];
   return [...new Map([...card.sizes, ...usual].map((size) => [size.join(), size])).values()];
 }
@@ -148,14 +205,14 @@ function shapeOf(width, height) {
   return shape ? ` (${shape.join(":")})` : "";
 }
 
-/** Size, steps, guidance and sampler as the model's card has them. */
+/** Size, steps, guidance and sampler as the model's card has them, unless they were chosen. */
 function ownSettings() {
   const card = model();
-  setSize(...card.size);
-  setNumber("steps", card.steps);
-  setNumber("guidance", card.guidance_scale);
+  if (!chosen.has("size")) setSize(...card.size);
+  setNumber("steps", chosen.has("steps") ? $("steps-number").value : card.steps);
+  setNumber("guidance", chosen.has("guidance") ? $("guidance-number").value : card.guidance_scale);
   setSampler("");
-  $("hires-strength").value = hiresStrength();
+  if (!chosen.has("hires-strength")) $("hires-strength").value = hiresStrength();
 }
 
 function setNumber(id, value) {
@@ -248,10 +305,12 @@ function setSampler(name) {
   showSampler();
 }
 
+/** The sampler of a name or a label, which may end with a schedule type. */
+const samplerOf = (name) => catalogue.samplers.find((one) => one.name === name || name === one.label)
+  ?? catalogue.samplers.filter((one) => name.startsWith(one.label)).sort((a, b) => b.label.length - a.label.length)[0];
+
 function showSampler() {
-  const name = $("sampler").value || model()?.sampler || "";
-  const found = catalogue.samplers.find((one) => one.name === name || name === one.label)
-    ?? catalogue.samplers.filter((one) => name.startsWith(one.label)).sort((a, b) => b.label.length - a.label.length)[0];
+  const found = samplerOf($("sampler").value || model()?.sampler || "");
   const curve = catalogue.curves.find((one) => one.name === $("sigmas").value);
   $("sampler-when").textContent = $("sampler").title = [found?.when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
 }
@@ -311,8 +370,9 @@ function optionsNow() {
   return options;
 }
 
-function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hires = 1, hires_method: method = "pixel", hires_strength: strength = hiresStrength(method), hires_steps: steps = "", ...rest }) {
-  for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, "hires-method": method, "hires-strength": strength, "hires-steps": steps })) $(id).value = value;
+function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hires = 1, hires_method: method = "pixel", hires_strength: strength, hires_steps: steps = "", ...rest }) {
+  for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, "hires-method": method, "hires-strength": strength ?? hiresStrength(method), "hires-steps": steps })) $(id).value = value;
+  choose("hires-strength", undefined, strength);
   showHires(hires);
   $("sigmas").value = rest.sigmas ?? "";
   showSampler();
@@ -333,16 +393,22 @@ const usualOptions = () => ({ prompt_syntax: document.body.dataset.syntax ?? "pl
 /** How images are upscaled. */
 export const upscaling = () => ({ upscale: Number($("upscale-by").value), strength: Number($("upscale-strength").value) });
 
+/** A field that stays with another model, unless `value` says that it is the model's. */
+function choose(name, set = () => {}, value = true) {
+  set();
+  chosen[value ? "add" : "delete"](name);
+}
+
 /** What stands in the form becomes these settings; what they do not say stays. Adapters come last, once they are listed. */
 export async function apply(given) {
   const [id, ...twins] = given.model ? meant(given.model) : [];
   if (id && !twins.length) chooseModel(id);
   if (given.prompt !== undefined) $("prompt").value = given.prompt;
   if (given.prompt !== undefined || given.negative_prompt !== undefined) $("negative").value = given.negative_prompt ?? "";
-  if (given.width && given.height && model()) setSize(given.width, given.height);
-  if (given.steps) setNumber("steps", given.steps);
-  if (given.guidance_scale !== undefined && given.guidance_scale !== null) setNumber("guidance", given.guidance_scale);
-  if (given.sampler !== undefined && given.sampler !== null) setSampler(given.sampler);
+  if (given.width && given.height && model()) choose("size", () => setSize(given.width, given.height));
+  if (given.steps) choose("steps", () => setNumber("steps", given.steps));
+  if (given.guidance_scale !== undefined && given.guidance_scale !== null) choose("guidance", () => setNumber("guidance", given.guidance_scale));
+  if (given.sampler !== undefined && given.sampler !== null) choose("sampler", () => setSampler(given.sampler), given.sampler);
   if (given.vae !== undefined) setVae(given.vae);
   if (given.n) $("count").value = given.n;
   if (given.format) $("format").value = given.format;
@@ -398,21 +464,27 @@ function showFold() {
   $("fold-text").textContent = [plural(n, "image"), `${width} × ${height}`, `${steps} steps`, ...(guidance === undefined ? [] : [`guidance ${guidance}`])].join(" · ");
 }
 
+/** What is not kept unless it was chosen: the model's card has it. */
+const DRAFTED = { size: ["width", "height"], steps: ["steps"], guidance: ["guidance_scale"] };
+
 export const keepDraft = () => {
   showFold();
   showBesideText();
   const { seed, previews, ...draft } = settings();
   draft.prompt = $("prompt").value.trim();  // without the style, which has its field
-  remember("draft", { options: {}, ...draft, style: $("style").value, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
+  draft.sampler = chosen.has("sampler") ? $("sampler").value || model()?.sampler : "";
+  for (const [name, fields] of Object.entries(DRAFTED)) if (!chosen.has(name)) for (const field of fields) delete draft[field];
+  if (!chosen.has("hires-strength")) delete draft.options?.hires_strength;
+  remember("draft", { options: {}, ...draft, style: $("style").value, negative_prompt: draft.negative_prompt ?? "", ...(locked() ? { seed } : {}) });
 };
 
 /** A function that puts back what using an image as input changes. */
 export function snapshot() {
-  const [before, more, { width, height }] = [input, references, settings()];
+  const [before, more, { width, height }, sized] = [input, references, settings(), chosen.has("size")];
   const fields = Object.fromEntries(["prompt", "negative", "strength"].map((id) => [id, $(id).value]));
   return async () => {
     [input, references] = [before, more];
-    setSize(width, height);
+    choose("size", () => setSize(width, height), sized);
     for (const [id, value] of Object.entries(fields)) $(id).value = value;
     await showInput();
     growAll();
@@ -482,7 +554,7 @@ async function replaceInput(blob, mask, more) {
     const bitmap = await createImageBitmap(blob);
     const written = $("size").value === "other" && [Number($("width").value), Number($("height").value)];
     const [width, height] = mask ? [mask.width, mask.height] : written || nearest(bitmap.width, bitmap.height);
-    setSize(width, height);
+    choose("size", () => setSize(width, height));
     const cut = Math.abs(Math.log((bitmap.width * height) / (bitmap.height * width))) > 0.02;
     input = { blob: await fitted(blob, width, height), mask, original: blob, cut };
     references = more;
@@ -597,13 +669,13 @@ export function formError(text, param = null, id = null) {
   const at = field ? $(field).closest(".field, .more") ?? $(field).parentElement : document.querySelector(".actions");
   if ($("form-error").parentElement !== at) at[field ? "append" : "prepend"]($("form-error"));
   $("form-error").textContent = text;
-  if (text) $("form-error").scrollIntoView({ block: "nearest" });
   if (field) {
     for (let fold = $(field).closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
     $(field).setAttribute("aria-invalid", "true");
     $(field).setAttribute("aria-errormessage", "form-error");
-    $(field).focus();
+    $(field).focus({ preventScroll: true });
   }
+  if (text) $("form-error").scrollIntoView({ block: field ? "center" : "nearest" });  // the bar with Generate hides what is below
 }
 
 export function prepareComposer() {
@@ -623,23 +695,27 @@ export function prepareComposer() {
   };
   $("count-less").addEventListener("click", () => step(-1));
   $("count-more").addEventListener("click", () => step(1));
-  $("model").addEventListener("change", showModel);
+  $("model").addEventListener("change", () => { const changed = showModel(); keepDraft(); if (changed) toast(changed, [], 20); });
   $("size").addEventListener("change", showSize);
   for (const id of ["sampler", "sigmas"]) $(id).addEventListener("change", showSampler);
   $("strength").addEventListener("input", showStrength);
   $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
   $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
-  $("reset").addEventListener("click", () => { ownSettings(); setOptions(usualOptions()); showSyntax(); keepDraft(); });
+  $("reset").addEventListener("click", () => { chosen.clear(); ownSettings(); setOptions(usualOptions()); showSyntax(); keepDraft(); });
   for (const id of ["upscale-by", "upscale-strength"]) {
     $(id).addEventListener("input", () => {
       showUpscaling();
       remember("upscaling", Object.fromEntries(["upscale-by", "upscale-strength"].map((name) => [name, $(name).value])));
     });
   }
+  $("composer").addEventListener("input", ({ target: { id, value } }) => {
+    const name = id.replace("-number", "").replace(/^(width|height)$/, "size");
+    if (["size", "steps", "guidance", "sampler", "hires-strength"].includes(name)) choose(name, undefined, value);
+  });
   $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); showWords(); growAll(); keepDraft(); });
   $("input-remove").addEventListener("click", () => { removeReference(0); $("prompt").focus(); });
-  $("hires-method").addEventListener("change", () => { $("hires-strength").value = hiresStrength(); showHires(); });
+  $("hires-method").addEventListener("change", () => { $("hires-strength").value = hiresStrength(); choose("hires-strength", undefined, false); showHires(); keepDraft(); });
   for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());
   for (const id of ["width", "height"]) $(id).addEventListener("change", showSize);
   $("input-add").addEventListener("click", () => $("input-file").click());

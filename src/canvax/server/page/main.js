@@ -1,6 +1,6 @@
 // The page: what belongs together is put together here.
 import { Gone, Refused, getJson, hasFolder, inspect, key, saveSheet } from "./api.js";
-import { adapterNames, adaptersListed, besideAt, restoreBeside } from "./beside.js";
+import { adapterNames, adaptersListed, adaptersNow, besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
 import * as gallery from "./gallery.js";
@@ -210,7 +210,7 @@ Object.assign(viewer.viewerActions, {
   async restore(record) {
     closeDialogs();
     const { inputs, settings: { upscale, strength } } = record;
-    const settings = sourceOf(record);
+    const settings = tidied(sourceOf(record), record.missing);
     await restored({ ...settings, lock: settings.seed !== undefined }, upscale ? {} : inputs);
     if (upscale) composer.apply({ upscale, strength });
     tellLost(settings, record.missing, upscale && inputs?.image ? [["Upscale again", () => viewer.viewerActions.vary(record)]] : [], upscale);
@@ -282,8 +282,8 @@ async function openImage(file) {
     toast("Added as input image.");
   };
   try {
-    const { settings, missing, metadata } = await inspect(file);
-    settings.prompt ??= metadata.upscale?.prompt;
+    const { settings: recorded, missing, metadata } = await inspect(file);
+    const settings = tidied({ ...recorded, prompt: recorded.prompt ?? metadata.upscale?.prompt }, missing);
     const { image, mask, ...rest } = settings;
     if (rest.upscale) Object.assign(rest, { seed: undefined, width: Math.round(metadata.width / rest.upscale), height: Math.round(metadata.height / rest.upscale) });
     await restored({ ...rest, n: 1, lock: rest.seed !== undefined });
@@ -297,14 +297,50 @@ async function openImage(file) {
 
 /** Say what of an image's settings is not in the form, with the nearest choices. */
 function tellLost(settings, missing = [], actions = [], upscale = settings.upscale) {
-  const left = composer.notTaken(settings);
-  const loras = missing.map((text) => text.match(/^<lora:([^:<>]+):?([\d.]*)[^<>]*>$/)).filter(Boolean).map(([, name, weight]) => [name, Number(weight) || 1]);
-  const here = loras.filter(([name]) => adapterNames().includes(name));
-  const use = here.length ? [[`Use ${here.map(([name]) => name).join(", ")}`, () => { composer.apply({ adapters: Object.fromEntries(here) }); composer.keepDraft(); }]] : [];
-  const lost = [...left.map(([text]) => text), ...missing];
-  if (!lost.length && !actions.length && !upscale) return announce("Settings restored");
-  const shown = [...lost.slice(0, 8), ...(lost.length > 8 ? [`${lost.length - 8} more`] : [])].join(", ");
-  toast(`Settings restored${upscale ? ` of the image before it was upscaled ${upscale} ×` : ""}${shown && `, without ${shown}`}.`, [...left.flatMap(([, choices]) => Object.entries(choices)), ...use, ...actions], lost.length ? 60 : 8);
+  const rest = missing.filter((text) => !LORA.test(text));
+  const adapters = [
+    ...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]),
+    ...missing.filter((text) => LORA.test(text)).map((text) => [text, ...text.match(LORA).slice(1)]).map(([text, name, weight]) => [text, name, weight ? Number(weight) : 1]),
+  ];
+  let [close, first] = [() => {}, null];
+  const tell = (note = "") => {
+    const left = [...composer.notTaken(settings), ...lostAdapters(adapters)];
+    first ??= new Set(left.map(({ setting }) => setting));
+    const still = left.filter(({ setting }) => first.has(setting));
+    const offers = still.flatMap(({ choices = {} }) => Object.entries(choices)).map(([label, act]) => [label, async () => {
+      const changed = await act();
+      await adaptersListed();
+      tell(changed);
+    }]);
+    const lost = [...still.map(({ text }) => text), ...rest];
+    close();
+    if (!lost.length && !actions.length && !upscale && !note) return announce("Settings restored");
+    const shown = [...lost.slice(0, 8), ...(lost.length > 8 ? [`${lost.length - 8} more`] : [])].join(", ");
+    const what = `Settings restored${upscale ? ` of the image before it was upscaled ${upscale} ×` : ""}${shown && `, without ${shown}`}.`;
+    close = toast(note ? `${what} ${note}` : what, [...offers, ...actions], lost.length || note ? 60 : 8);
+  };
+  tell();
+}
+
+/** The prompt without the commas that LoRAs leave which were taken out of it. */
+function tidied(settings, missing = []) {
+  if (!settings.prompt || !missing.some((text) => LORA.test(text))) return settings;
+  return { ...settings, prompt: settings.prompt.replace(/\s*,(\s*,)+/g, ",").replace(/^[\s,]+|[\s,]+$/g, "") };
+}
+
+const LORA = /^<lora:([^:<>]+):?([\d.-]*)[^<>]*>$/;
+
+/** Of adapters, [text, name, weight], those that the form has not, with those that the names may mean. */
+function lostAdapters(adapters) {
+  const meant = (name) => (adapterNames().includes(name) ? [name] : adapterNames().filter((one) => composer.stem(one) === composer.stem(name)));
+  const use = (name, weight) => async () => {
+    await composer.apply({ adapters: { ...adaptersNow(), [name]: weight } });
+    composer.keepDraft();
+  };
+  return adapters.filter(([, name]) => !meant(name).some((one) => one in adaptersNow())).map(([text, name, weight]) => ({
+    setting: `adapter ${name}`, text: `${text}${meant(name).length > 1 ? ` (${meant(name).length} files have this name)` : ""}`,
+    choices: Object.fromEntries(meant(name).slice(0, 3).map((one) => [`Use ${one}`, use(one, weight)])),
+  }));
 }
 
 /** Where it was dropped or pasted decides what it is for. */

@@ -87,9 +87,16 @@ function choose(area, node) {
   node?.scrollIntoView({ block: "nearest" });
 }
 
+/** Names with a part in them: first those that it begins, without folders too. */
+function completed(part) {
+  const within = adapterNames().filter((name) => name.toLowerCase().includes(part));
+  const begins = within.filter((name) => `/${name.toLowerCase()}`.includes(`/${part}`));
+  return [...new Set([...begins, ...within])].slice(0, MOST);
+}
+
 function showCompletions(area) {
   const part = unfinished(area)?.toLowerCase();
-  const names = part === undefined ? [] : adapterNames().filter((name) => name.toLowerCase().includes(part)).slice(0, MOST);
+  const names = part === undefined ? [] : completed(part);
   $("completions").replaceChildren(...names.map((name, i) => el("li", {
     id: `completion-${i}`, role: "option", textContent: name, onmousedown: (event) => { event.preventDefault(); complete(area, name); },
   })));

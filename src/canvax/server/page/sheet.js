@@ -1,5 +1,5 @@
 // A sheet: one prompt and seed, two settings that vary, all images on one canvas with labels.
-import { bodyOf, canMake, cardOf, currentInput, inputFiles, model, models, randomSeed, samplers, settings, sizes } from "./composer.js";
+import { bodyOf, canMake, cardOf, currentInput, curves, inputFiles, model, models, randomSeed, samplers, settings, sizes } from "./composer.js";
 import { canvasOf, toBlob } from "./pictures.js";
 import { Task, tasks } from "./tasks.js";
 import { $, el, openDialog, plural } from "./ui.js";
@@ -24,6 +24,22 @@ const oneOf = (choices, what) => (text) => {
   return found[0];
 };
 
+const namesOf = ({ name, label }) => [name, label];
+
+/** Of a text the sampler, and the schedule type where it ends with one. */
+function samplerOf(text) {
+  const read = oneOf(() => samplers().map(namesOf), "sampler");
+  const curve = curves().find(({ label }) => text.toLowerCase().endsWith(` ${label.toLowerCase()}`));
+  try {
+    return { sampler: read(text) };
+  } catch (error) {
+    if (!curve) throw error;
+    return { sampler: read(text.slice(0, -curve.label.length).trim()), sigmas: curve.name };
+  }
+}
+
+const withCurve = (job, sigmas) => (sigmas ? { ...job, options: { ...job.options, sigmas } } : job);
+
 function sizeOf(text) {
   const size = text.match(/^(\d+)\s*[x×]\s*(\d+)$/i)?.slice(1).map(Number);
   if (!size || !canMake(...size)) throw new Error(`${text || "Nothing"} is no size of this model.`);
@@ -45,7 +61,8 @@ const AXES = {
   guidance_scale: { label: "Guidance", read: numbers((value) => value >= 0, "guidance"), propose: () => [1, 2, 4, 8] },
   steps: { label: "Steps", read: numbers((value) => value >= 1 && whole(value), "number of steps"), propose: () => [...new Set([0.5, 1, 2].map((times) => Math.ceil(model().steps * times)))].filter((n) => n <= model().max_steps) },
   seed: { label: "Seed", read: numbers(whole, "seed"), propose: () => [1, 2, 3, 4] },
-  sampler: { label: "Sampler", read: oneOf(() => samplers().map(({ name, label }) => [name, label]), "sampler"), propose: () => samplers().slice(0, 3).map(({ label }) => label) },
+  sampler: { label: "Sampler", read: samplerOf, propose: () => samplers().slice(0, 3).map(({ label }) => label), set: (job, { sampler, sigmas }) => withCurve({ ...job, sampler }, sigmas), fields: ["sampler"] },
+  sigmas: { label: "Schedule type", read: oneOf(() => curves().map(namesOf), "schedule type"), propose: () => curves().slice(0, 3).map(({ label }) => label), set: withCurve, fields: [] },
   strength: { label: "Strength", read: numbers((value) => value > 0 && value <= 1, "strength from 0 to 1"), propose: () => [0.3, 0.5, 0.7, 0.9] },
   size: { label: "Size", read: sizeOf, propose: () => sizes().slice(0, 3).map((size) => size.join("x")), set: (job, [width, height]) => ({ ...job, width, height }), fields: ["width", "height"] },
   model: { label: "Model", read: oneOf(() => models().map((id) => [id]), "model"), propose: () => models().slice(0, 4), set: ofModel, fields: ["model", "guidance_scale", "negative_prompt"] },
@@ -60,7 +77,7 @@ function axes() {
     label: `Weight of ${name}`, read: numbers((value) => Math.abs(value) <= 10, "weight from -10 to 10"), propose: () => [0, 0.5, 1],
     set: (job, value) => ({ ...job, adapters: { ...job.adapters, [name]: value } }), fields: ["adapters"],
   }];
-  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided, size: currentInput() || sizes().length < 2, vae: !vaes().length, model: models().length < 2 };
+  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided, size: currentInput() || sizes().length < 2, vae: !vaes().length, sigmas: !curves().length, model: models().length < 2 };
   const weights = Object.keys(settings().adapters ?? {}).map(weight);
   return Object.fromEntries([...Object.entries(AXES), ...weights].filter(([name]) => !unusable[name]));
 }
@@ -81,6 +98,7 @@ function planned() {
     return { fields: [axis.axis], ...axis, values: valuesOf(axis, `${id}-values`) };
   });
   if (x.axis === y.axis) throw new Error("Choose two different settings.");
+  if ([x, y].some(({ axis }) => axis === "sigmas") && [x, y].some(({ values }) => values.some(({ value }) => value?.sigmas))) throw new Error("Write the samplers without a schedule type: the other axis has it.");
   if (x.values.length * y.values.length > MOST) throw new Error(`At most ${MOST} images in a sheet.`);
   return { x, y };
 }
@@ -120,6 +138,10 @@ class Sheet {
     const { n, previews, format, ...shared } = this.base;
     const varied = Object.values(this.plan).filter(({ axis }) => axis !== "none");
     for (const name of varied.flatMap(({ fields }) => fields)) delete shared[name];
+    if (shared.options && varied.some(({ axis }) => axis === "sigmas")) {
+      const { sigmas, ...options } = shared.options;
+      shared.options = options;
+    }
     return { ...shared, varied: varied.map(({ label, values }) => [label, values.map(({ text }) => text).join(", ")]) };
   }
 

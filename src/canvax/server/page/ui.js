@@ -87,7 +87,7 @@ export function announce(text) {
   setTimeout(() => { live.textContent = text; }, 60);
 }
 
-/** A short message at the bottom, with what can be done about it. */
+/** A short message at the bottom, with what can be done about it; returns what closes it. */
 export function toast(text, actions = [], seconds = 8) {
   const node = el("div", { className: "toast" }, el("p", { textContent: text }));
   const close = () => node.remove();
@@ -104,6 +104,7 @@ export function toast(text, actions = [], seconds = 8) {
   let timer = setTimeout(close, seconds * 1000);
   node.addEventListener("focusin", () => clearTimeout(timer));
   node.addEventListener("focusout", () => { timer = setTimeout(close, seconds * 1000); });
+  return close;
 }
 
 export function openDialog(dialog) {

@@ -11,15 +11,19 @@ const whose = () => ("history" in document.body.dataset ? "your folder" : "the s
 const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
 /** Those that a text names, as the server finds them: whole words, in any case. */
-const named = () => words.filter(({ name }) => new RegExp(`(?<![\\p{L}\\p{N}_])${escaped(name)}(?![\\p{L}\\p{N}_])`, "iu").test(`${$("prompt").value}\n${$("negative").value}`));
+const named = (text) => words.filter(({ name }) => new RegExp(`(?<![\\p{L}\\p{N}_])${escaped(name)}(?![\\p{L}\\p{N}_])`, "iu").test(text));
 
-/** Say of each embedding that the prompts name that it is one, or why it is read as text. */
+/** Say of each embedding that a prompt names, below it, that it is one, or why it is read as text. */
 export function showWords() {
-  const [found, most] = [named(), 8];
-  $("words-note").replaceChildren(...found.slice(0, most).map(({ name, fault }) => el("li", {
-    textContent: fault ? `${name} is read as text: ${fault}` : `${name}: embedding of ${whose()}`,
-  })));
-  $("embeddings-text").textContent = found.filter(({ fault }) => !fault).map(({ name }) => name).join(", ");
+  const most = 8;
+  const found = [["prompt", "words-note"], ["negative", "negative-words-note"]].flatMap(([id, note]) => {
+    const here = named($(id).value);
+    $(note).replaceChildren(...here.slice(0, most).map(({ name, fault }) => el("li", {
+      textContent: fault ? `${name} is read as text: ${fault}` : `${name}: embedding of ${whose()}`,
+    })));
+    return here;
+  });
+  $("embeddings-text").textContent = [...new Set(found.filter(({ fault }) => !fault).map(({ name }) => name))].join(", ");
 }
 
 /** Whether a hint of the server says what stands under the prompt already. */
