@@ -457,6 +457,17 @@ SLOW_IMAGES = """() => {
 }"""
 
 
+def with_mask(site: Site) -> None:
+    """Generate an image, and take it as input under a mask."""
+    site.draw("a red apple")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("p")
+    site.page.locator("#mask-canvas:focus").wait_for()
+    site.page.keyboard.press("Space")
+    site.page.click("#mask-use")
+    site.page.wait_for_selector("text=Change the mask")
+
+
 @browser_only
 def test_mask_and_inpaint(site: Site) -> None:
     site.draw("a red apple")
@@ -487,6 +498,38 @@ def test_mask_and_inpaint(site: Site) -> None:
     site.draw("a pear")
     assert decoded(site.stub.bodies[2]["mask"]).convert("L").tobytes() == mask.tobytes()
     assert site.stub.bodies[2]["seed"] == site.stub.engine.asks[1].seed
+
+
+@thorough
+def test_options_of_a_mask_go_with_it(site: Site) -> None:
+    """They are not sent, shown or kept without a mask."""
+    page = site.page
+    with_mask(site)
+    site.draw("a pear")
+    assert site.stub.bodies[-1]["options"] == {"mask_blur": 2}
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("Shift+V")  # of the image alone
+    page.wait_for_selector(".tile[data-id] >> nth=2")
+    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+    page.locator(".tile .open").nth(1).focus()
+    page.keyboard.press("r")
+    page.wait_for_selector("text=Change the mask")
+    page.wait_for_selector('[aria-label="Leave out mask_blur"]', state="attached")
+    page.click("#input-remove")
+    page.wait_for_selector("#other-field", state="hidden")
+    assert "mask" not in page.inner_text("#more-text")
+    site.draw("a pear")
+    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+    keep = """() => {
+        const draft = JSON.parse(localStorage["canvax.draft"]);
+        const before = draft.options;
+        localStorage["canvax.draft"] = JSON.stringify({...draft, options: {...before, mask_blur: 2}});
+        return before;
+    }"""
+    assert "mask_blur" not in page.evaluate(keep)
+    site.open()  # with the form as an older page kept it
+    site.draw("a pear")
+    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
 
 
 @thorough

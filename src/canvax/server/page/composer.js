@@ -290,18 +290,24 @@ export function settings() {
   if ($("vae").value) result.vae = $("vae").value;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
-  const options = optionsNow();
+  const options = { ...softEdge(), ...optionsNow() };
   if (Object.keys(options).length) result.options = options;
   if (input && !editing()) result.strength = Number.parseFloat($("strength").value);
   return Object.assign(result, besideSettings());
 }
 
+/** Without what has no effect without a mask. */
+export const maskless = (options) => Object.fromEntries(Object.entries(options).filter(([name]) => !name.includes("mask")));
+
+const usable = () => (input?.mask ? { ...others } : maskless(others));
+
+const softEdge = () => (input?.mask && $("mask-soft").checked ? { mask_blur: Math.max(1, Math.round(Math.min($("width").value, $("height").value) / SOFT)) } : {});
+
 function optionsNow() {
-  const options = { ...others };
+  const options = usable();
   const card = model();
   if ($("syntax").value !== "plain" && card?.prompt_weights) options.prompt_syntax = $("syntax").value;
   if (Number($("clip-skip").value) && card?.clip_skip) options.clip_skip = Number($("clip-skip").value);
-  if (input?.mask && $("mask-soft").checked && !("mask_blur" in options)) options.mask_blur = Math.max(1, Math.round(Math.min($("width").value, $("height").value) / SOFT));
   if ($("sigmas").value) options.sigmas = $("sigmas").value;
   if ($("hires").value > 1 && !input) {
     Object.assign(options, { hires: Number($("hires").value), hires_strength: Number($("hires-strength").value) });
@@ -318,13 +324,18 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hire
   showSampler();
   // Those of a control image have fields; a list of sigmas has none.
   others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_") && (name !== "sigmas" || !$("sigmas").value)));
-  $("other-options").replaceChildren(...Object.entries(others).map(([name, value]) => el("li", { className: "chip" },
+  showOthers();
+}
+
+function showOthers() {
+  const shown = Object.entries(usable());
+  $("other-options").replaceChildren(...shown.map(([name, value]) => el("li", { className: "chip" },
     el("span", { textContent: `${name.replaceAll("_", " ")} ${JSON.stringify(value)}` }), button("close", `Leave out ${name}`, () => {
       const { [name]: _, ...left } = optionsNow();
       setOptions(left);
       keepDraft();
     }))));
-  $("other-field").hidden = !Object.keys(others).length;
+  $("other-field").hidden = !shown.length;
 }
 
 /** Options of a new form: the prompt syntax of the program whose folder of models the server reads. */
@@ -403,15 +414,15 @@ export const keepDraft = () => {
   showBesideText();
   const { seed, previews, ...draft } = settings();
   draft.prompt = $("prompt").value.trim();  // without the style, which has its field
-  remember("draft", { options: {}, ...draft, style: $("style").value, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
+  remember("draft", { ...draft, options: optionsNow(), style: $("style").value, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
 };
 
 /** A function that puts back what using an image as input changes. */
 export function snapshot() {
-  const [before, more, { width, height }] = [input, references, settings()];
+  const [before, more, options, { width, height }] = [input, references, others, settings()];
   const fields = Object.fromEntries(["prompt", "negative", "strength"].map((id) => [id, $(id).value]));
   return async () => {
-    [input, references] = [before, more];
+    [input, references, others] = [before, more, options];
     setSize(width, height);
     for (const [id, value] of Object.entries(fields)) $(id).value = value;
     await showInput();
@@ -425,7 +436,7 @@ export function snapshot() {
  * at first; without one strength 1 would keep nothing of the image. `more`: the reference images after it.
  */
 export function setInput(blob, mask = null, more = references) {
-  inputRead = replaceInput(blob, mask, more);
+  inputRead = replaceInput(blob, mask, more).then(keepDraft);
   return inputRead;
 }
 
@@ -449,6 +460,7 @@ async function addReferences(blobs) {
     }
   }
   await showInput();
+  keepDraft();
   announce(plural(1 + references.length, "reference image"));
 }
 
@@ -460,7 +472,7 @@ function removeReference(i) {
 
 function setReferences([, ...more]) {
   references = more;
-  return showInput();
+  return showInput().then(keepDraft);
 }
 
 /** Reference image `i` changes places with the one before it. */
@@ -487,6 +499,7 @@ async function replaceInput(blob, mask, more) {
     input = { blob: await fitted(blob, width, height), mask, original: blob, cut };
     references = more;
   }
+  others = usable();
   await showInput();
 }
 
@@ -504,6 +517,7 @@ async function showInput() {
   $("references").replaceChildren(...(edits ? references.map(referenceTile) : []));
   showStrength();
   showHires();
+  showOthers();
   const [canvas, bitmap] = [$("input-canvas"), input && await createImageBitmap(input.blob)];
   paint(canvas, bitmap);
   if (!bitmap) return;

@@ -51,6 +51,7 @@ const isTwoPasses = ({ options }) => options?.hires > 1;
 
 /** Ask for a job and show its images as they grow. */
 function start(job, files = {}, kept = {}) {
+  if (job.options && !files.mask) job = { ...job, options: composer.maskless(job.options) };
   const task = new Task(job, files, kept);
   const tiles = [...task.images].reverse().map(({ index }) => gallery.addBusy(task, index, job.prompt)).reverse();
   const showAll = () => {
