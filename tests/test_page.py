@@ -532,6 +532,31 @@ def test_options_of_a_mask_go_with_it(site: Site) -> None:
     assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
 
 
+@browser_only
+def test_the_images_of_the_form_survive_a_reload(site: Site) -> None:
+    """The input image, its mask and the control image are there again, and removed ones are not."""
+    site.stub.controls = NETS[:1]
+    site.open()
+    page = site.page
+    with_mask(site)
+    page.fill("#strength", "0.8")
+    page.select_option("#size", "96x64")
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    page.wait_for_selector("#control-remove", state="visible")
+    site.draw("a pear")
+    site.open()
+    site.draw("a pear")
+    names = ("image", "mask", "strength", "width", "height", "control", "options")
+    before, after = ({name: body[name] for name in names} for body in site.stub.bodies[-2:])
+    assert before == after
+    assert page.locator("#other-field").is_hidden()  # the soft edge has its box
+    page.click("#input-remove")
+    page.wait_for_selector("#input", state="hidden")
+    site.open()
+    site.draw("a pear")
+    assert {"image", "mask", "control"} & site.stub.bodies[-1].keys() == {"control"}
+
+
 @thorough
 @pytest.mark.parametrize("how", ["Cancel", "Escape", "X"])
 def test_a_cancelled_mask_leaves_the_form_alone(site: Site, how: str) -> None:

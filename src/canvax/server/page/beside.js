@@ -201,6 +201,9 @@ export function besideSettings() {
   return result;
 }
 
+/** The images as they were given. */
+export const besideImages = () => ({ control: control.image, image_prompt: prompted.image });
+
 /** The images as files for a job of this size: {} without any. */
 export async function besideFiles({ width, height }) {
   const files = {};

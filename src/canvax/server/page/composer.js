@@ -1,8 +1,9 @@
 // The form: what to draw and how; the input image and its mask.
 import { getJson } from "./api.js";
-import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
-import { canvasOf, crisp, fitted, paint, tinted, toBlob, toDataUrl } from "./pictures.js";
+import { besideBody, besideFiles, besideImages, besideSettings, prepareBeside, restoreBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
+import { canvasOf, crisp, fitted, paint, paintedFrom, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
+import { inputs } from "./store.js";
 import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 import { prepareWords, saidOfWord, showWords } from "./words.js";
 
@@ -54,6 +55,40 @@ export async function setCatalogue(models) {
   showUpscaling();
   showLock(remembered("lock", false));
   await applied;
+  await restoreInputs(draft);
+}
+
+/** The images of the form, as they are kept, and a promise of having kept them. */
+let keptInputs = [null, null, null, null];
+let keeping = Promise.resolve();
+
+function keepInputs() {
+  const { control, image_prompt } = besideImages();
+  const now = [input?.original ?? null, input?.mask ?? null, control, image_prompt, ...references];
+  if (now.length === keptInputs.length && now.every((one, i) => one === keptInputs[i])) return;
+  keptInputs = now;
+  const [{ original: image, mask } = {}, more, soft] = [input ?? undefined, references, $("mask-soft").checked];
+  keeping = keeping.then(async () => {
+    const painted = mask && await maskBlob(mask, mask.width, mask.height);
+    await inputs.put({ id: "form", image, mask: painted, soft, references: more, control, image_prompt });
+  }).catch(() => toast("This browser cannot keep the input image: it is gone after a reload."));
+}
+
+/** The images that were in the form when the page was closed, with what the draft says of them. */
+async function restoreInputs({ width, height, strength, ...draft }) {
+  const { image, mask, soft, references: more, ...beside } = (await inputs.all().catch(() => []))[0] ?? {};
+  if (input || !(image || beside.control || beside.image_prompt)) return;
+  try {
+    if (image && (model()?.references || model()?.tasks.includes("image-to-image"))) {
+      await replaceInput(image, mask ? await paintedFrom(mask) : null, more);
+      $("mask-soft").checked = soft;
+      await apply({ width, height, strength });
+    } else if (image) toast("The input image of your last visit is left out: this model cannot start from images.");
+    await restoreBeside(beside, draft);
+  } catch {
+    toast("The images of your last visit cannot be read.");
+  }
+  keepDraft();
 }
 
 function chooseModel(id) {
@@ -412,6 +447,7 @@ function showFold() {
 export const keepDraft = () => {
   showFold();
   showBesideText();
+  keepInputs();
   const { seed, previews, ...draft } = settings();
   draft.prompt = $("prompt").value.trim();  // without the style, which has its field
   remember("draft", { ...draft, options: optionsNow(), style: $("style").value, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });

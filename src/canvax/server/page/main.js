@@ -220,8 +220,8 @@ Object.assign(viewer.viewerActions, {
 
 /** The form becomes these settings and inputs, without what they do not say. */
 async function restored(settings, { image = null, mask, references = [], ...beside } = {}) {
-  await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
   if (mask) $("mask-soft").checked = false;  // the options say it
+  await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
   $("style").value = "";  // the prompt says it
   await composer.apply({ adapters: {}, options: {}, vae: "", ...settings });
   await restoreBeside(beside, settings);
