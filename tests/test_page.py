@@ -558,6 +558,36 @@ def test_the_images_of_the_form_survive_a_reload(site: Site) -> None:
 
 
 @thorough
+@pytest.mark.parametrize("action", ["u", "p"])
+def test_a_typed_prompt_outlives_an_input_image(site: Site, action: str) -> None:
+    """The image's prompt is offered; it is taken where none was typed."""
+    page = site.page
+
+    def use(index: int) -> None:
+        page.locator(".tile .open").nth(index).focus()
+        page.keyboard.press(action)
+        if action == "p":
+            page.locator("#mask-canvas:focus").wait_for()
+            page.keyboard.press("Space")
+            page.click("#mask-use")
+        page.wait_for_selector("#input", state="visible")
+        page.locator("#prompt:focus").wait_for()
+
+    site.draw("a red apple")
+    site.draw("a blue pear")
+    page.fill("#prompt", "a pizza")
+    use(0)
+    assert page.input_value("#prompt") == "a pizza"
+    page.click(".toast >> text=Use the image's prompt")
+    assert page.input_value("#prompt") == "a blue pear"
+    use(1)  # over a prompt that the page wrote
+    assert page.input_value("#prompt") == "a red apple"
+    page.fill("#prompt", "")
+    use(0)
+    assert page.input_value("#prompt") == "a blue pear"
+
+
+@thorough
 @pytest.mark.parametrize("how", ["Cancel", "Escape", "X"])
 def test_a_cancelled_mask_leaves_the_form_alone(site: Site, how: str) -> None:
     """No input image stays behind that the next job would begin from, and one that was there comes back."""

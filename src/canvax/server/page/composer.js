@@ -17,6 +17,8 @@ let inputRead = Promise.resolve();
 let lastSeed = null;
 /** Options of a restored image that have no field: sent as they are. */
 let others = {};
+/** The prompt that the page wrote last. */
+let written = "";
 
 /** The card of a model; without a model, that of the first, which is the default. */
 export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
@@ -35,6 +37,8 @@ export const knows = (id) => catalogue.models.some((one) => one.id === id);
 const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
 /** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
 const meant = (name) => (knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name)));
+/** Whether the prompt was typed, and not written by the page. */
+export const isTyped = () => $("prompt").value.trim() && $("prompt").value !== written;
 export const hasModels = () => catalogue.models.length > 0;
 
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
@@ -50,6 +54,7 @@ export async function setCatalogue(models) {
   const draft = remembered("draft", {});
   showModel();
   const applied = apply({ options: usualOptions(), adapters: {}, ...draft });
+  written = "";  // the draft may have been typed
   if (draft.style) $("style").value = draft.style;
   for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
   showUpscaling();
@@ -383,7 +388,7 @@ export const upscaling = () => ({ upscale: Number($("upscale-by").value), streng
 export async function apply(given) {
   const [id, ...twins] = given.model ? meant(given.model) : [];
   if (id && !twins.length) chooseModel(id);
-  if (given.prompt !== undefined) $("prompt").value = given.prompt;
+  if (given.prompt !== undefined) $("prompt").value = written = given.prompt;
   if (given.prompt !== undefined || given.negative_prompt !== undefined) $("negative").value = given.negative_prompt ?? "";
   if (given.width && given.height && model()) setSize(given.width, given.height);
   if (given.steps) setNumber("steps", given.steps);

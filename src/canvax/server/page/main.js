@@ -189,14 +189,17 @@ Object.assign(viewer.viewerActions, {
   async use(record) {
     closeDialogs();
     if (composer.editing()) await composer.takeReferences([await blobOf(record)]);
-    else await useAsInput(record);
+    else {
+      await useAsInput(record);
+      tellPrompt(record);
+    }
     $("prompt").focus();
   },
   async mask(record) {
     closeDialogs();
     const back = composer.snapshot();
     await useAsInput(record);
-    openMask(back);
+    openMask(back, record);
   },
   compare(record) {
     const two = gallery.selectedIds();
@@ -229,10 +232,21 @@ async function restored(settings, { image = null, mask, references = [], ...besi
   $("prompt").focus();
 }
 
+/** With the prompt of the image, unless one was typed. */
 async function useAsInput(record) {
   await composer.setInput(await blobOf(record));
-  composer.apply({ prompt: record.settings.prompt, negative_prompt: record.settings.negative_prompt });
-  announce("Added as input image");
+  if (!composer.isTyped()) takePrompt(record);
+}
+
+function takePrompt({ settings: { prompt, negative_prompt } }) {
+  if (prompt) composer.apply({ prompt, negative_prompt });
+  composer.keepDraft();
+}
+
+function tellPrompt(record) {
+  const { prompt } = record.settings;
+  if (!prompt || prompt === $("prompt").value.trim()) return announce("Added as input image");
+  toast("Added as input image. Your prompt stays.", [["Use the image's prompt", () => takePrompt(record)]]);
 }
 
 function comparePair(...ids) {
@@ -241,12 +255,14 @@ function comparePair(...ids) {
   compare(...pair);
 }
 
-async function openMask(back) {
+/** `record`: the image, where it was made the input for this mask. */
+async function openMask(back, record) {
   const input = composer.currentInput();
   if (!input) return;
   editMask(await composer.fittedInput(), input.mask, async (mask) => {
     await composer.setInput(input.original, mask);
     composer.keepDraft();
+    if (record) tellPrompt(record);
     $("prompt").focus();
   }, back);
 }
