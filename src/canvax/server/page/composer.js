@@ -633,9 +633,14 @@ function listKnown() {
   }))));
 }
 
-/** A number that is none or out of its range, or undefined. */
-export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=number]:not([hidden] *)")]
-  .find(({ validity: { badInput, rangeUnderflow, rangeOverflow } }) => badInput || rangeUnderflow || rangeOverflow);
+/** {id, text} of a number that is missing, none or out of its range, or undefined. */
+export function wrongNumber() {
+  const wrong = [...$("composer").querySelectorAll("input[type=number]:not([hidden] *)")]
+    .find(({ validity: { badInput, rangeUnderflow, rangeOverflow, valueMissing } }) => badInput || rangeUnderflow || rangeOverflow || valueMissing);
+  if (!wrong) return undefined;
+  const { id, validationMessage, validity: { badInput, valueMissing } } = wrong;
+  return { id, text: valueMissing && !badInput ? `Write a ${id}.` : validationMessage };
+}
 
 /** Fields of a request that the form calls otherwise. */
 const FIELDS = { image: "input-open", mask: "input-open", references: "input-add", negative_prompt: "negative", n: "count", steps: "steps-number", guidance_scale: "guidance-number", width: "size", height: "size", adapters: "adapter-add", options: "syntax", prompt_syntax: "syntax", control: "control-open", controlnet: "control-network", image_prompt: "image-prompt-open" };

@@ -32,7 +32,7 @@ async function draw() {
   if (!job.prompt) return composer.formError("Write a prompt.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
   const wrong = composer.wrongNumber();
-  if (wrong) return composer.formError(wrong.validationMessage, null, wrong.id);
+  if (wrong) return composer.formError(wrong.text, null, wrong.id);
   composer.formError("");
   showTiles();
   const files = await composer.inputFiles(job);
