@@ -690,7 +690,7 @@ export function prepareComposer() {
   $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
   $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
-  $("reset").addEventListener("click", () => { ownSettings(); setOptions(usualOptions()); showSyntax(); keepDraft(); });
+  $("reset").addEventListener("click", () => { ownSettings(); setOptions(usualOptions()); $("seed").value = ""; showLock(false); showSyntax(); keepDraft(); });
   for (const id of ["upscale-by", "upscale-strength"]) {
     $(id).addEventListener("input", () => {
       showUpscaling();
