@@ -293,7 +293,9 @@ function showSampler() {
   const found = catalogue.samplers.find((one) => one.name === name || name === one.label)
     ?? catalogue.samplers.filter((one) => name.startsWith(one.label)).sort((a, b) => b.label.length - a.label.length)[0];
   const curve = catalogue.curves.find((one) => one.name === $("sigmas").value);
-  $("sampler-when").textContent = $("sampler").title = [found?.when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
+  // Of the model's own sampler the model knows the steps; a sentence on an option is for those who have that option.
+  const when = (found?.when ?? "").replace($("sampler").value ? "" : /[,;] \d+ to \d+ steps(?=[.,;])/, "").replace(/ [^.]*`[^.]*\./, "");
+  $("sampler-when").textContent = $("sampler").title = [when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
 }
 
 function showLock(locked) {
