@@ -483,16 +483,18 @@ export function setInput(blob, mask = null, more = references) {
   return inputRead;
 }
 
-/** Add images to those that the model edits, as many as there is room for. One after the other: the first is the input image. */
+/** Add images to those that the model edits, as many as there is room for: whether that was all. One after the other: the first is the input image. */
 export function takeReferences(blobs) {
   inputRead = whenInputRead().then(() => addReferences(blobs));
   return inputRead;
 }
 
 async function addReferences(blobs) {
+  let all = true;
   for (const blob of blobs) {
     if (input && references.length + 1 >= model().references) {
       toast(`At most ${plural(model().references, "reference image")}: remove one first${model().any_size ? "" : ", or start the server with --references or --compile-on-demand"}.`);
+      all = false;
       break;
     }
     try {
@@ -500,11 +502,13 @@ async function addReferences(blobs) {
       else if (await createImageBitmap(blob)) references = [...references, blob];
     } catch {
       toast("This browser cannot read that image.");
+      all = false;
     }
   }
   await showInput();
   keepDraft();
   announce(plural(1 + references.length, "reference image"));
+  return all;
 }
 
 /** Reference image `i`, of which 0 is the input image, is taken out. */

@@ -294,9 +294,11 @@ async function openImage(file) {
     try {
       await composer.setInput(file);
     } catch {
-      return toast("This browser cannot read that image.");
+      toast("This browser cannot read that image.");
+      return false;
     }
     toast("Added as input image.");
+    return true;
   };
   try {
     const { settings, missing, metadata } = await inspect(file);
@@ -307,8 +309,10 @@ async function openImage(file) {
     tellLost(settings, missing, [["Add as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
-    if (canDo("image-to-image")) await asInput();
-    if (error instanceof Refused) toast(`${canDo("image-to-image") && composer.currentInput() ? "Added as input image. Its settings are not restored: " : ""}${error.message}`);
+    const wanted = composer.editing() || canDo("image-to-image");
+    if ((wanted && !await asInput()) || !(error instanceof Refused)) return;
+    const why = error.code === "no_settings" ? "This file holds no settings that can be restored." : error.message;
+    toast(wanted ? `Added as input image. ${why}` : why);
   }
 }
 
