@@ -884,7 +884,7 @@ def test_images_that_have_not_begun_wait(site: Site) -> None:
 def test_a_server_that_gets_ready(site: Site) -> None:
     """The page is there at once, with the images that it kept, and says how far the models are."""
     site.draw("a red apple")
-    site.stub.starting = ["loading its models (1 of 7 programs)", "loading its models (3 of 7 programs)"]
+    site.stub.starting = ["loading its models (1 of 7 programs)", "loading (3 of 7 programs); try again soon"]
     site.page.goto(site.url)
     site.page.wait_for_selector(".tile[data-id]")
     site.page.wait_for_selector("#starting >> text=1 of 7")
@@ -936,9 +936,11 @@ def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
     assert site.stub.bodies[-1]["options"] == {"prompt_syntax": "a1111"}
     page.click("#more summary")
     page.fill("#clip-skip", "2")
+    assert not site.page.locator("#examples-text").is_visible()
     page.select_option("#syntax", "plain")
     site.draw("a pear")
     assert site.stub.bodies[-1]["options"] == {"clip_skip": 2}
+    assert "again" not in site.page.inner_text("#starting")  # the page does that
     page.locator(".tile .open").nth(1).focus()
     page.keyboard.press("r")
     assert (page.input_value("#syntax"), page.input_value("#clip-skip")) == ("a1111", "0")

@@ -381,6 +381,7 @@ async function loadModels() {
     untilReady(catalogue);
     await showLeftOut();
     const examples = composer.model()?.examples ?? [];
+    $("examples-text").hidden = !examples.length;
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
       type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
     }))));
