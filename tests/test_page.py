@@ -77,7 +77,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 213_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 220_000
 
 
 def test_nothing_is_inline() -> None:
@@ -670,6 +670,56 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
 
 
 @thorough
+@pytest.mark.parametrize(("width", "focused"), [("", "width"), ("100000", "width"), ("64", "")])
+def test_a_width_that_is_none_is_not_asked_for(site: Site, width: str, focused: str) -> None:
+    site.stub.card = {"any_size": True}
+    site.open()
+    site.page.select_option("#size", "other")
+    site.page.fill("#width", width)
+    site.draw("a red apple", wait=not focused)
+    assert len(site.stub.bodies) == (not focused)
+    assert site.page.locator(f".field:has(#{focused or 'prompt'}) #form-error").is_visible() == bool(focused)
+
+
+@thorough
+def test_default_settings_let_the_seed_go(site: Site) -> None:
+    site.draw("a red apple")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("r")
+    site.page.wait_for_selector("#seed-lock[aria-pressed=true]")
+    site.page.click("#more summary")
+    site.page.click("#reset")
+    site.draw("a red apple")
+    assert "seed" not in site.stub.bodies[-1]
+
+
+@thorough
+def test_what_the_sampler_s_note_leaves_out(site: Site) -> None:
+    """Steps beside the model's own sampler, which has them, and options that the form does not have."""
+    site.stub.card = {"sampler": "ddim", "samplers": ("ddim", "euler_a")}
+    site.open()
+    note = site.page.locator("#sampler-when")
+    assert not re.search("steps|eta", note.inner_text())
+    assert note.inner_text()
+    site.page.select_option("#sampler", "euler_a")
+    assert "steps" in note.inner_text()
+
+
+@thorough
+def test_a_file_without_settings_and_a_damaged_one(site: Site) -> None:
+    """One short sentence each, and only the first becomes the input image."""
+    page = site.page
+    data = encoded(Image.new("RGB", (64, 64)), "png")
+    for name, content in (("photo", data), ("damaged", data[:40])):
+        site.open()
+        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": content})
+        text = page.inner_text(".toast p")
+        assert len(text) < 90
+        assert ":" not in text
+        assert ("Added" in text) == (name == "photo")
+
+
+@thorough
 def test_the_last_seed_is_offered_and_not_entered(site: Site) -> None:
     site.draw("a red apple")
     assert site.page.input_value("#seed") == ""
@@ -722,6 +772,22 @@ def test_the_viewer_fills_the_window(site: Site, side: int, width: int, times: f
     assert box
     assert box["width"] == box["height"] >= times * side
     assert box["width"] <= site.page.locator(".stage").bounding_box()["width"]
+
+
+@thorough
+def test_a_phone_s_viewer_keeps_its_buttons_apart(site: Site) -> None:
+    site.page.set_viewport_size({"width": 390, "height": 600})
+    for prompt in ("a red apple", "a blue pear"):
+        site.draw(prompt)
+    site.page.locator(".tile .open").first.click()
+    apart = """() => {
+        document.getElementById("viewer").scrollTop += 20;
+        const box = (one) => document.querySelector(one).getBoundingClientRect();
+        const [next, close] = [box("#viewer-next"), box("#viewer [data-close]")];
+        return next.top >= close.bottom || next.right <= close.left || next.bottom <= close.top;
+    }"""
+    assert all([site.page.evaluate(apart) for _ in range(20)])
+    assert site.page.evaluate("document.getElementById('viewer').scrollTop") > 100
 
 
 @thorough
@@ -886,9 +952,11 @@ def test_a_server_that_gets_ready(site: Site) -> None:
     site.draw("a red apple")
     site.stub.starting = ["loading its models (1 of 7 programs)", "loading (3 of 7 programs); try again soon"]
     site.page.goto(site.url)
+    assert not site.page.locator("#examples-text").is_visible()
     site.page.wait_for_selector(".tile[data-id]")
     site.page.wait_for_selector("#starting >> text=1 of 7")
     site.page.wait_for_selector("#starting >> text=3 of 7")
+    assert "again" not in site.page.inner_text("#starting")  # the page does that
     site.page.wait_for_selector("#starting", state="hidden")
     site.page.wait_for_selector("body[data-ready]")
     site.draw("a blue pear")
@@ -936,11 +1004,9 @@ def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
     assert site.stub.bodies[-1]["options"] == {"prompt_syntax": "a1111"}
     page.click("#more summary")
     page.fill("#clip-skip", "2")
-    assert not site.page.locator("#examples-text").is_visible()
     page.select_option("#syntax", "plain")
     site.draw("a pear")
     assert site.stub.bodies[-1]["options"] == {"clip_skip": 2}
-    assert "again" not in site.page.inner_text("#starting")  # the page does that
     page.locator(".tile .open").nth(1).focus()
     page.keyboard.press("r")
     assert (page.input_value("#syntax"), page.input_value("#clip-skip")) == ("a1111", "0")
