@@ -786,7 +786,7 @@ def test_a_phone_s_viewer_keeps_its_buttons_apart(site: Site) -> None:
         const [next, close] = [box("#viewer-next"), box("#viewer [data-close]")];
         return next.top >= close.bottom || next.right <= close.left || next.bottom <= close.top;
     }"""
-    assert all([site.page.evaluate(apart) for _ in range(20)])
+    assert all(site.page.evaluate(apart) for _ in range(20))
     assert site.page.evaluate("document.getElementById('viewer').scrollTop") > 100
 
 
