@@ -202,7 +202,7 @@ export function besideSettings() {
 }
 
 /** The images as they were given. */
-export const besideImages = () => ({ control: control.image, image_prompt: prompted.image });
+export const besideImages = () => ({ control: control.given, image_prompt: prompted.given });
 
 /** The images as files for a job of this size: {} without any. */
 export async function besideFiles({ width, height }) {
