@@ -77,7 +77,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 224_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 230_000
 
 
 def test_nothing_is_inline() -> None:
@@ -457,6 +457,17 @@ SLOW_IMAGES = """() => {
 }"""
 
 
+def with_mask(site: Site) -> None:
+    """Generate an image, and take it as input under a mask."""
+    site.draw("a red apple")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("p")
+    site.page.locator("#mask-canvas:focus").wait_for()
+    site.page.keyboard.press("Space")
+    site.page.click("#mask-use")
+    site.page.wait_for_selector("text=Change the mask")
+
+
 @browser_only
 def test_mask_and_inpaint(site: Site) -> None:
     site.draw("a red apple")
@@ -487,6 +498,93 @@ def test_mask_and_inpaint(site: Site) -> None:
     site.draw("a pear")
     assert decoded(site.stub.bodies[2]["mask"]).convert("L").tobytes() == mask.tobytes()
     assert site.stub.bodies[2]["seed"] == site.stub.engine.asks[1].seed
+
+
+@thorough
+def test_options_of_a_mask_go_with_it(site: Site) -> None:
+    """They are not sent, shown or kept without a mask."""
+    page = site.page
+    with_mask(site)
+    site.draw("a pear")
+    assert site.stub.bodies[-1]["options"] == {"mask_blur": 2}
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("Shift+V")  # of the image alone
+    page.wait_for_selector(".tile[data-id] >> nth=2")
+    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+    page.locator(".tile .open").nth(1).focus()
+    page.keyboard.press("r")
+    page.wait_for_selector("text=Change the mask")
+    page.wait_for_selector('[aria-label="Leave out mask_blur"]', state="attached")
+    page.click("#input-remove")
+    page.wait_for_selector("#other-field", state="hidden")
+    assert "mask" not in page.inner_text("#more-text")
+    site.draw("a pear")
+    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+    keep = """() => {
+        const draft = JSON.parse(localStorage["canvax.draft"]);
+        const before = draft.options;
+        localStorage["canvax.draft"] = JSON.stringify({...draft, options: {...before, mask_blur: 2}});
+        return before;
+    }"""
+    assert "mask_blur" not in page.evaluate(keep)
+    site.open()  # with the form as an older page kept it
+    site.draw("a pear")
+    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+
+
+@browser_only
+def test_the_images_of_the_form_survive_a_reload(site: Site) -> None:
+    """The input image, its mask and the control image are there again, and removed ones are not."""
+    site.stub.controls = NETS[:1]
+    site.open()
+    page = site.page
+    with_mask(site)
+    page.fill("#strength", "0.8")
+    page.select_option("#size", "96x64")
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    page.wait_for_selector("#control-remove", state="visible")
+    site.draw("a pear")
+    site.open()
+    site.draw("a pear")
+    names = ("image", "mask", "strength", "width", "height", "control", "options")
+    before, after = ({name: body[name] for name in names} for body in site.stub.bodies[-2:])
+    assert before == after
+    assert page.locator("#other-field").is_hidden()  # the soft edge has its box
+    page.click("#input-remove")
+    page.wait_for_selector("#input", state="hidden")
+    site.open()
+    site.draw("a pear")
+    assert {"image", "mask", "control"} & site.stub.bodies[-1].keys() == {"control"}
+
+
+@thorough
+@pytest.mark.parametrize("action", ["u", "p"])
+def test_a_typed_prompt_outlives_an_input_image(site: Site, action: str) -> None:
+    """The image's prompt is offered; it is taken where none was typed."""
+    page = site.page
+
+    def use(index: int) -> None:
+        page.locator(".tile .open").nth(index).focus()
+        page.keyboard.press(action)
+        if action == "p":
+            page.locator("#mask-canvas:focus").wait_for()
+            page.keyboard.press("Space")
+            page.click("#mask-use")
+        page.wait_for_selector("#input", state="visible")
+        page.locator("#prompt:focus").wait_for()
+
+    site.draw("a red apple")
+    site.draw("a blue pear")
+    page.fill("#prompt", "a pizza")
+    use(0)
+    assert page.input_value("#prompt") == "a pizza"
+    page.click(".toast >> text=Use the image's prompt")
+    assert page.input_value("#prompt") == "a blue pear"
+    use(1)  # over a prompt that the page wrote
+    assert page.input_value("#prompt") == "a red apple"
+    page.fill("#prompt", "")
+    use(0)
+    assert page.input_value("#prompt") == "a blue pear"
 
 
 @thorough
@@ -572,6 +670,56 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
 
 
 @thorough
+@pytest.mark.parametrize(("width", "focused"), [("", "width"), ("100000", "width"), ("64", "")])
+def test_a_width_that_is_none_is_not_asked_for(site: Site, width: str, focused: str) -> None:
+    site.stub.card = {"any_size": True}
+    site.open()
+    site.page.select_option("#size", "other")
+    site.page.fill("#width", width)
+    site.draw("a red apple", wait=not focused)
+    assert len(site.stub.bodies) == (not focused)
+    assert site.page.locator(f".field:has(#{focused or 'prompt'}) #form-error").is_visible() == bool(focused)
+
+
+@thorough
+def test_default_settings_let_the_seed_go(site: Site) -> None:
+    site.draw("a red apple")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("r")
+    site.page.wait_for_selector("#seed-lock[aria-pressed=true]")
+    site.page.click("#more summary")
+    site.page.click("#reset")
+    site.draw("a red apple")
+    assert "seed" not in site.stub.bodies[-1]
+
+
+@thorough
+def test_what_the_sampler_s_note_leaves_out(site: Site) -> None:
+    """Steps beside the model's own sampler, which has them, and options that the form does not have."""
+    site.stub.card = {"sampler": "ddim", "samplers": ("ddim", "euler_a")}
+    site.open()
+    note = site.page.locator("#sampler-when")
+    assert not re.search("steps|eta", note.inner_text())
+    assert note.inner_text()
+    site.page.select_option("#sampler", "euler_a")
+    assert "steps" in note.inner_text()
+
+
+@thorough
+def test_a_file_without_settings_and_a_damaged_one(site: Site) -> None:
+    """One short sentence each, and only the first becomes the input image."""
+    page = site.page
+    data = encoded(Image.new("RGB", (64, 64)), "png")
+    for name, content in (("photo", data), ("damaged", data[:40])):
+        site.open()
+        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": content})
+        text = page.inner_text(".toast p")
+        assert len(text) < 90
+        assert ":" not in text
+        assert ("Added" in text) == (name == "photo")
+
+
+@thorough
 def test_the_last_seed_is_offered_and_not_entered(site: Site) -> None:
     site.draw("a red apple")
     assert site.page.input_value("#seed") == ""
@@ -624,6 +772,22 @@ def test_the_viewer_fills_the_window(site: Site, side: int, width: int, times: f
     assert box
     assert box["width"] == box["height"] >= times * side
     assert box["width"] <= site.page.locator(".stage").bounding_box()["width"]
+
+
+@thorough
+def test_a_phone_s_viewer_keeps_its_buttons_apart(site: Site) -> None:
+    site.page.set_viewport_size({"width": 390, "height": 600})
+    for prompt in ("a red apple", "a blue pear"):
+        site.draw(prompt)
+    site.page.locator(".tile .open").first.click()
+    apart = """() => {
+        document.getElementById("viewer").scrollTop += 20;
+        const box = (one) => document.querySelector(one).getBoundingClientRect();
+        const [next, close] = [box("#viewer-next"), box("#viewer [data-close]")];
+        return next.top >= close.bottom || next.right <= close.left || next.bottom <= close.top;
+    }"""
+    assert all(site.page.evaluate(apart) for _ in range(20))
+    assert site.page.evaluate("document.getElementById('viewer').scrollTop") > 100
 
 
 @thorough
@@ -786,11 +950,13 @@ def test_images_that_have_not_begun_wait(site: Site) -> None:
 def test_a_server_that_gets_ready(site: Site) -> None:
     """The page is there at once, with the images that it kept, and says how far the models are."""
     site.draw("a red apple")
-    site.stub.starting = ["loading its models (1 of 7 programs)", "loading its models (3 of 7 programs)"]
+    site.stub.starting = ["loading its models (1 of 7 programs)", "loading (3 of 7 programs); try again soon"]
     site.page.goto(site.url)
+    assert not site.page.locator("#examples-text").is_visible()
     site.page.wait_for_selector(".tile[data-id]")
     site.page.wait_for_selector("#starting >> text=1 of 7")
     site.page.wait_for_selector("#starting >> text=3 of 7")
+    assert "again" not in site.page.inner_text("#starting")  # the page does that
     site.page.wait_for_selector("#starting", state="hidden")
     site.page.wait_for_selector("body[data-ready]")
     site.draw("a blue pear")

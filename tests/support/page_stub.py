@@ -49,7 +49,7 @@ POLICY = (
 SAMPLERS = [
     {"name": "euler_a", "label": "Euler a", "when": "Varied and soft images in 20 to 40 steps."},
     {"name": "dpmpp_2m", "label": "DPM++ 2M", "when": "The best default: converged in 20 to 25 steps."},
-    {"name": "ddim", "label": "DDIM", "when": "The plain deterministic choice; 30 to 50 steps."},
+    {"name": "ddim", "label": "DDIM", "when": "Plain; 30 to 50 steps. With `eta` above 0 it adds noise."},
 ]
 CURVES = [
     {"name": "automatic", "label": "Automatic", "when": "determined by sampler"},

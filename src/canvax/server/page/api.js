@@ -6,7 +6,7 @@ export class Gone extends Error {}
 
 export class Refused extends Error {
   constructor(status, { message = `The server answered ${status}.`, code = "", param = null } = {}, retryAfter = null) {
-    super(message);
+    super(code === "starting" ? message.replace("; try again soon", "") : message);  // the page does that
     Object.assign(this, { status, code, param, retryAfter });
   }
 }

@@ -201,6 +201,9 @@ export function besideSettings() {
   return result;
 }
 
+/** The images as they were given. */
+export const besideImages = () => ({ control: control.given, image_prompt: prompted.given });
+
 /** The images as files for a job of this size: {} without any. */
 export async function besideFiles({ width, height }) {
   const files = {};

@@ -1,8 +1,9 @@
 // The form: what to draw and how; the input image and its mask.
 import { getJson } from "./api.js";
-import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
-import { canvasOf, crisp, fitted, paint, tinted, toBlob, toDataUrl } from "./pictures.js";
+import { besideBody, besideFiles, besideImages, besideSettings, prepareBeside, restoreBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
+import { canvasOf, crisp, fitted, paint, paintedFrom, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
+import { inputs } from "./store.js";
 import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 import { prepareWords, saidOfWord, showWords } from "./words.js";
 
@@ -20,6 +21,8 @@ let others = {};
 let chosen = new Set();
 /** The card that the form shows. */
 let shown = null;
+/** The prompt that the page wrote last. */
+let written = "";
 
 /** The card of a model; without a model, that of the first, which is the default. */
 export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
@@ -39,6 +42,8 @@ export const knows = (id) => catalogue.models.some((one) => one.id === id);
 export const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
 /** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
 const meant = (name) => (knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name)));
+/** Whether the prompt was typed, and not written by the page. */
+export const isTyped = () => $("prompt").value.trim() && $("prompt").value !== written;
 export const hasModels = () => catalogue.models.length > 0;
 
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
@@ -54,11 +59,46 @@ export async function setCatalogue(models) {
   const draft = remembered("draft", {});
   showModel();
   const applied = apply({ options: usualOptions(), adapters: {}, ...draft });
+  written = "";  // the draft may have been typed
   if (draft.style) $("style").value = draft.style;
   for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
   showUpscaling();
   showLock(remembered("lock", false));
   await applied;
+  await restoreInputs(draft);
+}
+
+/** The images of the form, as they are kept, and a promise of having kept them. */
+let keptInputs = [null, null, null, null];
+let keeping = Promise.resolve();
+
+function keepInputs() {
+  const { control, image_prompt } = besideImages();
+  const now = [input?.original ?? null, input?.mask ?? null, control, image_prompt, ...references];
+  if (now.length === keptInputs.length && now.every((one, i) => one === keptInputs[i])) return;
+  keptInputs = now;
+  const [{ original: image, mask } = {}, more, soft] = [input ?? undefined, references, $("mask-soft").checked];
+  keeping = keeping.then(async () => {
+    const painted = mask && await maskBlob(mask, mask.width, mask.height);
+    await inputs.put({ id: "form", image, mask: painted, soft, references: more, control, image_prompt });
+  }).catch(() => toast("This browser cannot keep the input image: it is gone after a reload."));
+}
+
+/** The images that were in the form when the page was closed, with what the draft says of them. */
+async function restoreInputs({ width, height, strength, ...draft }) {
+  const { image, mask, soft, references: more, ...beside } = (await inputs.all().catch(() => []))[0] ?? {};
+  if (input || !(image || beside.control || beside.image_prompt)) return;
+  try {
+    if (image && (model()?.references || model()?.tasks.includes("image-to-image"))) {
+      await replaceInput(image, mask ? await paintedFrom(mask) : null, more);
+      $("mask-soft").checked = soft;
+      await apply({ width, height, strength });
+    } else if (image) toast("The input image of your last visit is left out: this model cannot start from images.");
+    await restoreBeside(beside, draft);
+  } catch {
+    toast("The images of your last visit cannot be read.");
+  }
+  keepDraft();
 }
 
 /** A sentence on what had to change for another model; "" if nothing did. */
@@ -213,6 +253,7 @@ function ownSettings() {
   setNumber("guidance", chosen.has("guidance") ? $("guidance-number").value : card.guidance_scale);
   setSampler("");
   if (!chosen.has("hires-strength")) $("hires-strength").value = hiresStrength();
+  if (!remembered("upscaling", {})["upscale-strength"]) $("upscale-strength").value = Math.min(0.3, card.hires_strength);
 }
 
 function setNumber(id, value) {
@@ -312,7 +353,9 @@ const samplerOf = (name) => catalogue.samplers.find((one) => one.name === name |
 function showSampler() {
   const found = samplerOf($("sampler").value || model()?.sampler || "");
   const curve = catalogue.curves.find((one) => one.name === $("sigmas").value);
-  $("sampler-when").textContent = $("sampler").title = [found?.when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
+  // Of the model's own sampler the model knows the steps; a sentence on an option is for those who have that option.
+  const when = (found?.when ?? "").replace($("sampler").value ? "" : /[,;] \d+ to \d+ steps(?=[.,;])/, "").replace(/ [^.]*`[^.]*\./, "");
+  $("sampler-when").textContent = $("sampler").title = [when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
 }
 
 function showLock(locked) {
@@ -349,18 +392,24 @@ export function settings() {
   if ($("vae").value) result.vae = $("vae").value;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
-  const options = optionsNow();
+  const options = { ...softEdge(), ...optionsNow() };
   if (Object.keys(options).length) result.options = options;
   if (input && !editing()) result.strength = Number.parseFloat($("strength").value);
   return Object.assign(result, besideSettings());
 }
 
+/** Without what has no effect without a mask. */
+export const maskless = (options) => Object.fromEntries(Object.entries(options).filter(([name]) => !name.includes("mask")));
+
+const usable = () => (input?.mask ? { ...others } : maskless(others));
+
+const softEdge = () => (input?.mask && $("mask-soft").checked ? { mask_blur: Math.max(1, Math.round(Math.min($("width").value, $("height").value) / SOFT)) } : {});
+
 function optionsNow() {
-  const options = { ...others };
+  const options = usable();
   const card = model();
   if ($("syntax").value !== "plain" && card?.prompt_weights) options.prompt_syntax = $("syntax").value;
   if (Number($("clip-skip").value) && card?.clip_skip) options.clip_skip = Number($("clip-skip").value);
-  if (input?.mask && $("mask-soft").checked && !("mask_blur" in options)) options.mask_blur = Math.max(1, Math.round(Math.min($("width").value, $("height").value) / SOFT));
   if ($("sigmas").value) options.sigmas = $("sigmas").value;
   if ($("hires").value > 1 && !input) {
     Object.assign(options, { hires: Number($("hires").value), hires_strength: Number($("hires-strength").value) });
@@ -378,13 +427,18 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hire
   showSampler();
   // Those of a control image have fields; a list of sigmas has none.
   others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_") && (name !== "sigmas" || !$("sigmas").value)));
-  $("other-options").replaceChildren(...Object.entries(others).map(([name, value]) => el("li", { className: "chip" },
+  showOthers();
+}
+
+function showOthers() {
+  const shown = Object.entries(usable());
+  $("other-options").replaceChildren(...shown.map(([name, value]) => el("li", { className: "chip" },
     el("span", { textContent: `${name.replaceAll("_", " ")} ${JSON.stringify(value)}` }), button("close", `Leave out ${name}`, () => {
       const { [name]: _, ...left } = optionsNow();
       setOptions(left);
       keepDraft();
     }))));
-  $("other-field").hidden = !Object.keys(others).length;
+  $("other-field").hidden = !shown.length;
 }
 
 /** Options of a new form: the prompt syntax of the program whose folder of models the server reads. */
@@ -403,7 +457,7 @@ function choose(name, set = () => {}, value = true) {
 export async function apply(given) {
   const [id, ...twins] = given.model ? meant(given.model) : [];
   if (id && !twins.length) chooseModel(id);
-  if (given.prompt !== undefined) $("prompt").value = given.prompt;
+  if (given.prompt !== undefined) $("prompt").value = written = given.prompt;
   if (given.prompt !== undefined || given.negative_prompt !== undefined) $("negative").value = given.negative_prompt ?? "";
   if (given.width && given.height && model()) choose("size", () => setSize(given.width, given.height));
   if (given.steps) choose("steps", () => setNumber("steps", given.steps));
@@ -470,20 +524,22 @@ const DRAFTED = { size: ["width", "height"], steps: ["steps"], guidance: ["guida
 export const keepDraft = () => {
   showFold();
   showBesideText();
+  keepInputs();
   const { seed, previews, ...draft } = settings();
   draft.prompt = $("prompt").value.trim();  // without the style, which has its field
+  draft.options = optionsNow();
   draft.sampler = chosen.has("sampler") ? $("sampler").value || model()?.sampler : "";
   for (const [name, fields] of Object.entries(DRAFTED)) if (!chosen.has(name)) for (const field of fields) delete draft[field];
-  if (!chosen.has("hires-strength")) delete draft.options?.hires_strength;
-  remember("draft", { options: {}, ...draft, style: $("style").value, negative_prompt: draft.negative_prompt ?? "", ...(locked() ? { seed } : {}) });
+  if (!chosen.has("hires-strength")) delete draft.options.hires_strength;
+  remember("draft", { ...draft, style: $("style").value, negative_prompt: draft.negative_prompt ?? "", ...(locked() ? { seed } : {}) });
 };
 
 /** A function that puts back what using an image as input changes. */
 export function snapshot() {
-  const [before, more, { width, height }, sized] = [input, references, settings(), chosen.has("size")];
+  const [before, more, options, { width, height }, sized] = [input, references, others, settings(), chosen.has("size")];
   const fields = Object.fromEntries(["prompt", "negative", "strength"].map((id) => [id, $(id).value]));
   return async () => {
-    [input, references] = [before, more];
+    [input, references, others] = [before, more, options];
     choose("size", () => setSize(width, height), sized);
     for (const [id, value] of Object.entries(fields)) $(id).value = value;
     await showInput();
@@ -497,20 +553,22 @@ export function snapshot() {
  * at first; without one strength 1 would keep nothing of the image. `more`: the reference images after it.
  */
 export function setInput(blob, mask = null, more = references) {
-  inputRead = replaceInput(blob, mask, more);
+  inputRead = replaceInput(blob, mask, more).then(keepDraft);
   return inputRead;
 }
 
-/** Add images to those that the model edits, as many as there is room for. One after the other: the first is the input image. */
+/** Add images to those that the model edits, as many as there is room for: whether that was all. One after the other: the first is the input image. */
 export function takeReferences(blobs) {
   inputRead = whenInputRead().then(() => addReferences(blobs));
   return inputRead;
 }
 
 async function addReferences(blobs) {
+  let all = true;
   for (const blob of blobs) {
     if (input && references.length + 1 >= model().references) {
       toast(`At most ${plural(model().references, "reference image")}: remove one first${model().any_size ? "" : ", or start the server with --references or --compile-on-demand"}.`);
+      all = false;
       break;
     }
     try {
@@ -518,10 +576,13 @@ async function addReferences(blobs) {
       else if (await createImageBitmap(blob)) references = [...references, blob];
     } catch {
       toast("This browser cannot read that image.");
+      all = false;
     }
   }
   await showInput();
+  keepDraft();
   announce(plural(1 + references.length, "reference image"));
+  return all;
 }
 
 /** Reference image `i`, of which 0 is the input image, is taken out. */
@@ -532,7 +593,7 @@ function removeReference(i) {
 
 function setReferences([, ...more]) {
   references = more;
-  return showInput();
+  return showInput().then(keepDraft);
 }
 
 /** Reference image `i` changes places with the one before it. */
@@ -559,6 +620,7 @@ async function replaceInput(blob, mask, more) {
     input = { blob: await fitted(blob, width, height), mask, original: blob, cut };
     references = more;
   }
+  others = usable();
   await showInput();
 }
 
@@ -576,6 +638,7 @@ async function showInput() {
   $("references").replaceChildren(...(edits ? references.map(referenceTile) : []));
   showStrength();
   showHires();
+  showOthers();
   const [canvas, bitmap] = [$("input-canvas"), input && await createImageBitmap(input.blob)];
   paint(canvas, bitmap);
   if (!bitmap) return;
@@ -650,9 +713,14 @@ function listKnown() {
   }))));
 }
 
-/** A number that is none or out of its range, or undefined. */
-export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=number]:not([hidden] *)")]
-  .find(({ validity: { badInput, rangeUnderflow, rangeOverflow } }) => badInput || rangeUnderflow || rangeOverflow);
+/** {id, text} of a number that is missing, none or out of its range, or undefined. */
+export function wrongNumber() {
+  const wrong = [...$("composer").querySelectorAll("input[type=number]:not([hidden] *)")]
+    .find(({ validity: { badInput, rangeUnderflow, rangeOverflow, valueMissing } }) => badInput || rangeUnderflow || rangeOverflow || valueMissing);
+  if (!wrong) return undefined;
+  const { id, validationMessage, validity: { badInput, valueMissing } } = wrong;
+  return { id, text: valueMissing && !badInput ? `Write a ${id}.` : validationMessage };
+}
 
 /** Fields of a request that the form calls otherwise. */
 const FIELDS = { image: "input-open", mask: "input-open", references: "input-add", negative_prompt: "negative", n: "count", steps: "steps-number", guidance_scale: "guidance-number", width: "size", height: "size", adapters: "adapter-add", options: "syntax", prompt_syntax: "syntax", control: "control-open", controlnet: "control-network", image_prompt: "image-prompt-open" };
@@ -702,7 +770,7 @@ export function prepareComposer() {
   $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
   $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
-  $("reset").addEventListener("click", () => { chosen.clear(); ownSettings(); setOptions(usualOptions()); showSyntax(); keepDraft(); });
+  $("reset").addEventListener("click", () => { chosen.clear(); ownSettings(); setOptions(usualOptions()); $("seed").value = ""; showLock(false); showSyntax(); keepDraft(); });
   for (const id of ["upscale-by", "upscale-strength"]) {
     $(id).addEventListener("input", () => {
       showUpscaling();

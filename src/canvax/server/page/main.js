@@ -32,7 +32,7 @@ async function draw() {
   if (!job.prompt) return composer.formError("Write a prompt.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
   const wrong = composer.wrongNumber();
-  if (wrong) return composer.formError(wrong.validationMessage, null, wrong.id);
+  if (wrong) return composer.formError(wrong.text, null, wrong.id);
   composer.formError("");
   showTiles();
   const files = await composer.inputFiles(job);
@@ -51,6 +51,7 @@ const isTwoPasses = ({ options }) => options?.hires > 1;
 
 /** Ask for a job and show its images as they grow. */
 function start(job, files = {}, kept = {}) {
+  if (job.options && !files.mask) job = { ...job, options: composer.maskless(job.options) };
   const task = new Task(job, files, kept);
   const tiles = [...task.images].reverse().map(({ index }) => gallery.addBusy(task, index, job.prompt)).reverse();
   const showAll = () => {
@@ -188,14 +189,17 @@ Object.assign(viewer.viewerActions, {
   async use(record) {
     closeDialogs();
     if (composer.editing()) await composer.takeReferences([await blobOf(record)]);
-    else await useAsInput(record);
+    else {
+      await useAsInput(record);
+      tellPrompt(record);
+    }
     $("prompt").focus();
   },
   async mask(record) {
     closeDialogs();
     const back = composer.snapshot();
     await useAsInput(record);
-    openMask(back);
+    openMask(back, record);
   },
   compare(record) {
     const two = gallery.selectedIds();
@@ -219,8 +223,8 @@ Object.assign(viewer.viewerActions, {
 
 /** The form becomes these settings and inputs, without what they do not say. */
 async function restored(settings, { image = null, mask, references = [], ...beside } = {}) {
-  await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
   if (mask) $("mask-soft").checked = false;  // the options say it
+  await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
   $("style").value = "";  // the prompt says it
   await composer.apply({ adapters: {}, options: {}, vae: "", ...settings });
   await restoreBeside(beside, settings);
@@ -228,10 +232,21 @@ async function restored(settings, { image = null, mask, references = [], ...besi
   $("prompt").focus();
 }
 
+/** With the prompt of the image, unless one was typed. */
 async function useAsInput(record) {
   await composer.setInput(await blobOf(record));
-  composer.apply({ prompt: record.settings.prompt, negative_prompt: record.settings.negative_prompt });
-  announce("Added as input image");
+  if (!composer.isTyped()) takePrompt(record);
+}
+
+function takePrompt({ settings: { prompt, negative_prompt } }) {
+  if (prompt) composer.apply({ prompt, negative_prompt });
+  composer.keepDraft();
+}
+
+function tellPrompt(record) {
+  const { prompt } = record.settings;
+  if (!prompt || prompt === $("prompt").value.trim()) return announce("Added as input image");
+  toast("Added as input image. Your prompt stays.", [["Use the image's prompt", () => takePrompt(record)]]);
 }
 
 function comparePair(...ids) {
@@ -240,12 +255,14 @@ function comparePair(...ids) {
   compare(...pair);
 }
 
-async function openMask(back) {
+/** `record`: the image, where it was made the input for this mask. */
+async function openMask(back, record) {
   const input = composer.currentInput();
   if (!input) return;
   editMask(await composer.fittedInput(), input.mask, async (mask) => {
     await composer.setInput(input.original, mask);
     composer.keepDraft();
+    if (record) tellPrompt(record);
     $("prompt").focus();
   }, back);
 }
@@ -277,9 +294,11 @@ async function openImage(file) {
     try {
       await composer.setInput(file);
     } catch {
-      return toast("This browser cannot read that image.");
+      toast("This browser cannot read that image.");
+      return false;
     }
     toast("Added as input image.");
+    return true;
   };
   try {
     const { settings: recorded, missing, metadata } = await inspect(file);
@@ -290,8 +309,10 @@ async function openImage(file) {
     tellLost(settings, missing, [["Add as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
-    if (canDo("image-to-image")) await asInput();
-    if (error instanceof Refused) toast(`${canDo("image-to-image") && composer.currentInput() ? "Added as input image. Its settings are not restored: " : ""}${error.message}`);
+    const wanted = composer.editing() || canDo("image-to-image");
+    if ((wanted && !await asInput()) || !(error instanceof Refused)) return;
+    const why = error.code === "no_settings" ? "This file holds no settings that can be restored." : error.message;
+    toast(wanted ? `Added as input image. ${why}` : why);
   }
 }
 
@@ -396,6 +417,7 @@ async function loadModels() {
     untilReady(catalogue);
     await showLeftOut();
     const examples = composer.model()?.examples ?? [];
+    $("examples-text").hidden = !examples.length;
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
       type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
     }))));

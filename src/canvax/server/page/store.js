@@ -1,22 +1,23 @@
-// What the browser keeps: images with their settings, and jobs that are not over.
+// What the browser keeps: images with their settings, jobs that are not over, and the images in the form.
 
-let opening = null;
+/** The stores of each database. A new store has a new database: an open tab of an older page would block an upgrade. */
+const KEYS = { canvax: { images: "id", jobs: "once" }, "canvax-form": { inputs: "id" } };
+const opened = {};
 
-function open() {
-  opening ??= new Promise((resolve, reject) => {
-    const request = indexedDB.open("canvax", 1);
+function open(database) {
+  opened[database] ??= new Promise((resolve, reject) => {
+    const request = indexedDB.open(database, 1);
     request.onupgradeneeded = () => {
-      request.result.createObjectStore("images", { keyPath: "id" });
-      request.result.createObjectStore("jobs", { keyPath: "once" });
+      for (const [name, keyPath] of Object.entries(KEYS[database])) request.result.createObjectStore(name, { keyPath });
     };
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(request.error);
   });
-  return opening;
+  return opened[database];
 }
 
 async function within(name, mode, act) {
-  const database = await open();
+  const database = await open(Object.keys(KEYS).find((one) => name in KEYS[one]));
   return new Promise((resolve, reject) => {
     const transaction = database.transaction(name, mode);
     const request = act(transaction.objectStore(name));
@@ -33,6 +34,7 @@ const kept = (name) => ({
 
 export const images = kept("images");
 export const unfinished = kept("jobs");
+export const inputs = kept("inputs");
 
 /** Also where randomUUID is missing, which wants https or localhost. */
 export function newId() {
