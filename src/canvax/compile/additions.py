@@ -50,7 +50,7 @@ class ReadsImage(Addition):
 
     def programs(self, site: Site) -> dict[str, ProgramSpec]:
         read = partial(encode_images, cfg=site.networks.vae, **({"tiled": True} if self.way == "tiled" else {}))
-        shape = *site.size.values(), site.networks.autoencoder.channels
+        shape = *site.size.values(), site.networks.image_channels
         return {"image encoder": site.reader("image encoder", read, "vae", *shape, **site.size)}
 
 
@@ -69,7 +69,7 @@ class ReadsReferences(Addition):
         return tuple(dict.fromkeys(map(reference_encoder, self.sizes)))
 
     def programs(self, site: Site) -> dict[str, ProgramSpec]:
-        read, channels = partial(encode_images, cfg=site.networks.vae), site.networks.autoencoder.channels
+        read, channels = partial(encode_images, cfg=site.networks.vae), site.networks.image_channels
         return {
             reference_encoder((height, width)): site.reader(
                 "image encoder", read, "vae", height, width, channels, height=height, width=width

@@ -129,9 +129,14 @@ class Networks:
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
 
     @property
+    def image_channels(self) -> int:
+        """Channels of the images: 3, or 4 with alpha; 3 for an autoencoder that does not say."""
+        return getattr(self.autoencoder, "channels", 3)
+
+    @property
     def image_mode(self) -> str:
         """PIL's mode of the images: RGB, or RGBA if the autoencoder has alpha."""
-        return "RGBA" if self.autoencoder.channels == 4 else "RGB"
+        return "RGBA" if self.image_channels == 4 else "RGB"
 
     @property
     def packing(self) -> Packing:

@@ -159,7 +159,7 @@ def numbers(name: str, value: Any) -> Array:
 
 def _channels(model: Model) -> list[int]:
     """Return how many channels an image to encode may have: 3, and 4 if the model has alpha."""
-    return sorted({3, model.networks.autoencoder.channels})
+    return sorted({3, model.networks.image_channels})
 
 
 def _pixels(model: Model, value: Any) -> Array:

@@ -86,7 +86,7 @@ def text_to_image(
         rows = batch.unpacked(rows)
     del batch  # with its copy of weights that wait elsewhere
     with clock("decode"):
-        pixels: Any = np.zeros((0, request.height, request.width, model.networks.autoencoder.channels), np.float32)
+        pixels: Any = np.zeros((0, request.height, request.width, model.networks.image_channels), np.float32)
         if "decoder" in ready:
             decoded = ready["decoder"](params, samples)
             pixels = decoded[:count] if request.on_device else local_rows(decoded, count)[1]
