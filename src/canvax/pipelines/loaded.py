@@ -235,8 +235,8 @@ class LoadedModel:
         params, mesh = self.params, self.programs.mesh
         if params is None:
             params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
-        more: dict[str, Any] = {"references": self._references(references, height, width)} if references else {}
-        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), **more)
+        adds = [ReadsReferences(self._references(references, height, width))] if references else []
+        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), *adds)
         weights, free = weight_bytes(self.model.components, self.model.dtype, mesh.shape), free_bytes(mesh)
         programs, parts = dict[str, int](), dict[str, int]()
         sizes = {part.name: device_bytes(part.spec, self.dtype, mesh.shape) for part in self.model.components}
