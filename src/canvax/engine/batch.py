@@ -109,7 +109,23 @@ def begun(
     later: Mapping[int, Prompts] | None = None,
     columns: Sequence[Mapping[str, HostArray]] | None = None,
 ) -> Begun:
-    """Return the state of images that begin; arguments as for ``Batch`` and ``Batch.fill``."""
+    """Return the state of images that begin, which ``Batch.begin`` takes.
+
+    Args:
+        packing: how the denoiser's loop holds latents.
+        split: over the devices, for arrays [B, ...].
+        latents: [B, h, w, C], as of ``Batch``.
+        noise: initial noise of unit variance [n, h, w, C] float32, n at most B; slots that are left over repeat the
+            last image.
+        prompts: each [B, ...], on the devices; the prompt alone for a batch that is not guided.
+        keys: threefry key words for step noise [n, 2] uint32.
+        tables: one for each image.
+        deep: which rows compute the deep features; all images have the same table then.
+        images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
+        known: what stays of images, [n, ...] each, for denoisers that were made for it; its mask is [n, h, w, 1].
+        later: prompts that replace these from a row on; all images must then have the same table.
+        columns: of each image, as in ``Run``.
+    """
 
     def placed(array: HostArray) -> Array:
         return put(filled(array, latents[0]), split)
@@ -163,51 +179,8 @@ class Batch:
         self._later: Mapping[int, Prompts] = {}
         self._memory: Any = None
 
-    def fill(
-        self,
-        noise: HostArray,
-        prompts: Prompts,
-        keys: HostArray,
-        tables: Sequence[SamplerTable],
-        deep: DeepPlan | None = None,
-        images: HostArray | None = None,
-        known: Known | None = None,
-        later: Mapping[int, Prompts] | None = None,
-        columns: Sequence[Mapping[str, HostArray]] | None = None,
-    ) -> None:
-        """Start images in the first slots, all at once and without a program; what was in flight is gone.
-
-        Args:
-            noise: initial noise of unit variance [n, h, w, C] float32, n at most B; slots that are left over repeat
-                the last image.
-            prompts: each [B, ...], on the devices; the prompt alone for a batch that is not guided.
-            keys: threefry key words for step noise [n, 2] uint32.
-            tables: one for each image.
-            deep: which rows compute the deep features; all images have the same table then.
-            images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
-            known: what stays of images, [n, ...] each, for denoisers that were made for it; its mask is [n, h, w, 1].
-            later: prompts that replace these from a row on; all images must then have the same table.
-            columns: of each image, as in ``Run``.
-        """
-        self.begin(
-            begun(
-                self._packing,
-                self._split,
-                self.latents,
-                noise,
-                prompts,
-                keys,
-                tables,
-                deep,
-                images,
-                known,
-                later,
-                columns,
-            )
-        )
-
     def begin(self, state: Begun) -> None:
-        """As ``fill``, with the result of ``begun``."""
+        """Start images in the first slots, all at once and without a program; what was in flight is gone."""
         self._flight, self._runs, self._later, self._deep = state
         self._x, self._memory = None, None
 

@@ -23,7 +23,7 @@ from canvax.compile.additions import ReadsControls, ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
-from canvax.engine.batch import Batch
+from canvax.engine.batch import Batch, begun
 from canvax.errors import CheckpointError, InputError, check_flag
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, Both, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
@@ -353,7 +353,8 @@ class FlaxPipeline:
         batch = Batch(ready, params, programs.mesh, latents)
         tables = [table.with_guidance(scale) for scale in inputs.guidance]
         prompts = (conditions,) if negative is None else (negative, conditions)
-        batch.fill(inputs.noise, prompts, inputs.words, tables, images=images, columns=columns)
+        placing = self.model.networks.packing, split, latents
+        batch.begin(begun(*placing, inputs.noise, prompts, inputs.words, tables, images=images, columns=columns))
         while batch.rows_left:
             batch.step(WINDOW)
         final = jax.device_get(batch.samples)
