@@ -22,6 +22,7 @@ from canvax.models.configs import Config, Count, Epsilon, Layers
 from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Rope,
+    axes_faults,
     embedded_time,
     grid_ids,
     layer_norm,
@@ -75,9 +76,7 @@ class QwenImageConfig(Config):
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {"patch_size": (1,)}
 
     def __post_init__(self) -> None:
-        axes, faults = self.axes_dims_rope, []
-        if len(axes) != 3 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
-            faults.append(f"axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}")
+        faults = axes_faults(self.axes_dims_rope, 3, self.attention_head_dim)
         if self.out_channels not in (None, self.in_channels):
             faults.append(f"out_channels {self.out_channels} with in_channels {self.in_channels}")
         if not self.causal_condition:

@@ -25,6 +25,7 @@ from canvax.models.wan_vae import (
     numbered,
     resnet,
     resnet_spec,
+    statistics_faults,
 )
 from canvax.nn import conv2d, conv2d_of_doubled, conv2d_spec
 from canvax.params import Params, Spec
@@ -65,11 +66,7 @@ class QwenVaeConfig(Config):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"dropout", "scale_factor_temporal", "scale_factor_spatial"})
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name} of {len(getattr(self, name))} channels with z_dim {self.z_dim}"
-            for name in ("latents_mean", "latents_std")
-            if len(getattr(self, name)) != self.z_dim
-        ]
+        faults = statistics_faults(self)
         if len(self.temperal_downsample) != len(self.dim_mult) - 1:
             faults.append(f"temperal_downsample of {len(self.temperal_downsample)} for {len(self.dim_mult)} levels")
         for name, widths in (("base_dim", self.widths), ("decoder_base_dim", self.decoder_widths)):

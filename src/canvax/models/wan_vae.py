@@ -56,11 +56,7 @@ class WanVaeConfig(Config):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"temperal_downsample", "temporal_downsample", "dropout"})
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name} of {len(getattr(self, name))} channels with z_dim {self.z_dim}"
-            for name in ("latents_mean", "latents_std")
-            if len(getattr(self, name)) != self.z_dim
-        ]
+        faults = statistics_faults(self)
         if any(width % 2 for width in self.widths[1:]):
             faults.append(f"widths {self.widths}, which are halved")
         if faults:
@@ -75,6 +71,15 @@ class WanVaeConfig(Config):
     def factor(self) -> int:
         """Pixels per latent along an axis."""
         return 2 ** (len(self.dim_mult) - 1)
+
+
+def statistics_faults(cfg: FrameConfig) -> list[str]:
+    """Return the faults of mean and standard deviation of the latents that are not one for each channel."""
+    return [
+        f"{name} of {len(values)} channels with z_dim {cfg.z_dim}"
+        for name, values in (("latents_mean", cfg.latents_mean), ("latents_std", cfg.latents_std))
+        if len(values) != cfg.z_dim
+    ]
 
 
 def from_video(array: HostArray) -> HostArray:
@@ -173,6 +178,8 @@ def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig, *, tile: int | N
 class FrameConfig(Protocol):
     """Declare the fields of a config that decoding and encoding read."""
 
+    @property
+    def z_dim(self) -> int: ...
     @property
     def latents_mean(self) -> tuple[float, ...]: ...
     @property
