@@ -631,7 +631,7 @@ class ModelSet:
                     self._kept.add(group.key)
                     self._say(group.summary())
         self._show_cards()
-        for name in self._names:
+        for name in () if self._on_request else self._names:  # ``_load_again`` has begun those that it loaded
             self._hash(self._served[name])
 
     def _show_cards(self) -> None:
