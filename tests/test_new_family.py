@@ -78,6 +78,12 @@ def test_the_public_call_makes_an_image(pipe: canvax.Pipeline) -> None:
     assert np.abs(again.pixels[0] - again.pixels[1]).max() > 0.01
 
 
+def test_the_times_of_a_family(pipe: canvax.Pipeline) -> None:
+    for even in (False, True):
+        made = pipeline_of(NETWORKS, dataclasses.replace(FAMILY, even_times=even))
+        assert made.model.scheduler.schedule.even_times is even
+
+
 def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("params", lambda: canvax.pipeline_of(NETWORKS, {}, "DDIMScheduler")),

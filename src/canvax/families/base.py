@@ -191,6 +191,10 @@ class Family:
         steps = len(schedule.run_times) if schedule else 0
         return replace(defaults, num_inference_steps=steps) if steps else defaults
 
+    def scheduled(self, scheduler: Scheduler) -> Scheduler:
+        """Return the scheduler of a model with the times of runs that the family has."""
+        return replace(scheduler, schedule=replace(scheduler.schedule, even_times=self.even_times))
+
     def guides(self, networks: Networks, scale: float) -> bool:
         """Return whether a prompt at this guidance scale needs the negative prompt, which doubles the batch."""
         return scale > self.guidance_off and not networks.unguided

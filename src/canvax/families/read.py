@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +74,7 @@ def _read_scheduler(family: Family, files: ModelFiles, networks: Networks) -> Sc
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
     _check_prediction(files, networks, scheduler)
-    return replace(scheduler, schedule=replace(scheduler.schedule, even_times=family.even_times))
+    return family.scheduled(scheduler)
 
 
 def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> None:

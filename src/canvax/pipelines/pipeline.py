@@ -520,7 +520,7 @@ def pipeline_of(
         family=family,
         networks=networks,
         tokenizers=dict.fromkeys(networks.text.names) | dict(tokenizers or {}),
-        scheduler=scheduler,
+        scheduler=family.scheduled(scheduler),
         defaults=family.defaults_of(networks, scheduler.schedule),
         dtype=np.dtype(compute_dtype(params[denoiser])).name,
     )
