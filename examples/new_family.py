@@ -1,4 +1,4 @@
-"""Write a model of your own: python examples/new_family.py; docs/new-family.md explains its parts."""
+"""Define a custom model and generate an image: python examples/new_family.py. See docs/new-family.md."""
 
 from dataclasses import dataclass
 
@@ -89,7 +89,7 @@ class Squares:
 
 
 def hues(model, height, width, options):
-    """Return what the prompt and the negative prompt are conditioned on beside the text."""
+    """Return the further conditions of the prompt and of the negative prompt."""
     return {"hue": np.ones(1, np.float32)}, {"hue": np.zeros(1, np.float32)}
 
 

@@ -460,6 +460,11 @@ SLOW_IMAGES = """() => {
 def with_mask(site: Site) -> None:
     """Generate an image, and take it as input under a mask."""
     site.draw("a red apple")
+    under_a_mask(site)
+
+
+def under_a_mask(site: Site) -> None:
+    """Take the newest image as input under a mask."""
     site.page.locator(".tile .open").first.focus()
     site.page.keyboard.press("p")
     site.page.locator("#mask-canvas:focus").wait_for()
@@ -1132,12 +1137,7 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.open()
     site.draw("a red apple")
     data = site.stub.engine.accepted[0].pictures[0].data
-    site.page.locator(".tile .open").first.focus()
-    site.page.keyboard.press("p")
-    site.page.locator("#mask-canvas:focus").wait_for()
-    site.page.keyboard.press("Space")
-    site.page.click("#mask-use")
-    site.page.wait_for_selector("text=Change the mask")
+    under_a_mask(site)
     site.drop("#control", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#control-remove", state="visible")
     site.page.click("#adapters summary")

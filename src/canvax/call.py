@@ -99,7 +99,7 @@ def read_guidance_method(name: str, value: Any) -> Any:
             check_function(name, denoised, 1, "(seen), a canvax.guidance.Evaluated")
         else:
             rule = partial(value, row=None) if takes_row(value) else value
-            check_function(name, rule, 3, "(negative, conditional, scale), and row if it has such a parameter")
+            check_function(name, rule, 3, "(negative, conditional, scale), with row as an optional fourth parameter")
         try:
             hash(value)
         except TypeError:

@@ -113,7 +113,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                     read_images("image", call.image, images_of(call))
                     source = None
                 elif isinstance(call.image, tuple):
-                    problem = "is not read beside a mask or a strength, which go with one image"
+                    problem = "cannot be combined with a mask or a strength, which take a single image"
                     raise InputError("reference", problem, cure="leave it out", value=call.image[1])
                 else:
                     source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)

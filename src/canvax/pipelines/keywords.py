@@ -304,7 +304,7 @@ class CallFields(ForeignFields, total=False):
     image_prompt: Any
     """Image prompts."""
     adapters: Any
-    """Weights of the adapters that are kept beside the model, {'ink': 0.8}."""
+    """The weight of each adapter that is loaded beside the weights, such as {'ink': 0.8}."""
 
 
 class AgainFields(CallFields, total=False):
