@@ -27,6 +27,7 @@ ROWS: list[set[str]] = [
     {"images"},
     {"guidance"},
     {"denoise"},
+    {"rollouts"},
     {"weights"},
     {"families"},
     {"extend"},

@@ -22,16 +22,20 @@ from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.denoiser import evaluate
 from canvax.models.text import SECOND, Conditions, encode_each, encode_text
+from canvax.noise import seed_keys
 from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import inputs_of, is_one_pass, mixed, passes_of
+from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.options import Options
-from canvax.pipelines.request import check_clip_skip, check_init_images
-from canvax.pipelines.texts import read_texts
+from canvax.pipelines.prepare import noise_of
+from canvax.pipelines.request import Request, check_clip_skip, check_init_images
+from canvax.pipelines.texts import Wording, read_texts
 from canvax.prompts.grammar import PromptSyntax
 from canvax.quantize import compute_dtype
+from canvax.rollouts import Start
 from canvax.types import Array
 
 _encode_text = jitted(encode_text, static_argnames="cfg")
@@ -64,14 +68,7 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError("prompt", "adds prompts up (AND)", cure="encode each of them", value=prompt)
-    text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
-    passes = passes_of(model, texts.stages[0].parts[0], text.fit(texts.lengths))
-    if is_one_pass(passes):
-        conditions = dict(_encode_text(weights, inputs_of(text, passes), cfg=text))
-    else:
-        encode_each = partial(_encode_each, weights, cfg=text)
-        conditions = dict(mixed(text, passes, encode_each, range(len(prompts))))
-        conditions["text"] = conditions["text"].astype(compute_dtype(weights))
+    conditions = _encoded(model, params, texts.stages[0].parts[0], model.text.fit(texts.lengths))
     (tall, wide), factor = model.native_size, model.networks.size_step
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     numbers, _ = model.size_conditions(*size, {})
@@ -80,6 +77,48 @@ def encode(
         scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
         conditions["guidance"] = jnp.full(len(prompts), scale, jnp.float32)
     return conditions
+
+
+def _encoded(model: Model, params: Params, wordings: Sequence[Wording], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the conditions that the text encoders give, for texts that are brought to ``lengths``."""
+    text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
+    passes = passes_of(model, wordings, lengths)
+    if is_one_pass(passes):
+        return dict(_encode_text(weights, inputs_of(text, passes), cfg=text))
+    conditions = dict(mixed(text, passes, partial(_encode_each, weights, cfg=text), range(len(wordings))))
+    return {**conditions, "text": conditions["text"].astype(compute_dtype(weights))}
+
+
+def start(model: Model, params: Params, request: Request) -> Start:
+    """See ``canvax.Pipeline.start``."""
+    options, stages = request.options, request.texts.stages
+    others = {
+        "image": request.init_images or request.references,
+        "control": request.control,
+        "image_prompt": request.image_prompts,
+        "adapters": request.beside,
+        "hires": options.hires > 1,
+        "reuse": options.reuse > 1,
+        "prompt": request.composed or len(stages) > 1 or any(request.embeds),
+    }
+    for name, value in others.items():
+        if value:
+            what = "has conditions, AND or texts by step" if name == "prompt" else "is set"
+            raise InputError(name, f"{what}, which rollout does not read", cure="leave it out, or call the pipeline")
+    sizes = model.size_conditions(request.height, request.width, options.changed())
+    sides = [(stages[0].parts[0], sizes[0])]
+    if request.guided:
+        sides.insert(0, (stages[0].negatives, sizes[1]))
+    conditions, count = [_encoded(model, params, texts, request.lengths) for texts, _ in sides], len(request.prompts)
+    if request.guided and request.zeros:
+        conditions[0] = jax.tree.map(jnp.zeros_like, conditions[0])
+    for side, (_, numbers) in zip(conditions, sides, strict=True):
+        side.update({name: jnp.tile(jnp.asarray(row), (count, 1)) for name, row in numbers.items()})
+        if model.networks.embeds_guidance:
+            side["guidance"] = jnp.full(count, request.guidance, jnp.float32)
+    noise = noise_of(model, request) if request.latents is None else request.latents
+    keys, table = seed_keys(request.seeds), sampler_table(model, request)
+    return Start(jnp.asarray(noise), jnp.asarray(keys), tuple(conditions), table, request.rule)
 
 
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:

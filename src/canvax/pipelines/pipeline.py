@@ -29,6 +29,7 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of
 from canvax.params import Params
+from canvax.pipelines import functions
 from canvax.pipelines.checks import check_precision
 from canvax.pipelines.generate import metadata as metadata_of
 from canvax.pipelines.generate import text_to_image, two_passes
@@ -52,6 +53,7 @@ from canvax.pipelines.translate import (
 )
 from canvax.pipelines.upscale import upscaled
 from canvax.quantize import compute_dtype
+from canvax.rollouts import Start
 from canvax.samplers import SamplerSpec, SamplerTable, Scheduler, Solver, from_scheduler_config
 from canvax.settings import check_setting, declared
 from canvax.types import Array, DType
@@ -333,6 +335,24 @@ class Pipeline(LoadedModel):
             call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
             request = replace(self._request(call, adapters, as_set=as_set), on_device=output == "jax")
         return as_output(self._generate(model, request, params, seed), output)
+
+    def start(
+        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, **arguments: Any
+    ) -> Start:
+        """Return what the images of a call begin from, for ``canvax.rollout`` or a loop of yours.
+
+        Args:
+            prompt: as in a call.
+            negative_prompt: as in a call.
+            arguments: of a call, but for images, control, adapters beside the weights and a second pass.
+
+        Raises:
+            InputError: an argument cannot be used.
+        """
+        given = arguments_of_call(self, {"prompt": prompt, "negative_prompt": negative_prompt, **arguments})
+        call = Call(**{field.name: given[field.name] for field in fields(Call) if field.name in given})
+        request = self._request(call, given.get("adapters"), as_set=True)
+        return functions.start(self.model, self._params(given.get("params")), request)
 
     @property
     def _beside(self) -> bool:
