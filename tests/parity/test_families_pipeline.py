@@ -447,6 +447,15 @@ def test_the_networks_are_functions_of_arrays(model: Model) -> None:
         _ = ours.model.unet
 
 
+@over("z-image", "flux2", "flux3-base", "krea2", "qwen")
+def test_the_loop_is_a_function_of_arrays(model: Model) -> None:
+    """Packed latents, padded texts and the shift of the size are those of the pipeline."""
+    asked = {"num_inference_steps": 3, "seed": 5, **SMALL}
+    want = model.ours([*PROMPTS], **asked, progress=False)
+    got = canvax.rollout(model.ours, model.ours.params, *model.ours.start([*PROMPTS], **asked))
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+
+
 @over("z-image")
 def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -> None:
     """In place of those of a UNet: of merged adapters, of those beside the weights, and of a server's."""
