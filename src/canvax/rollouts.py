@@ -174,8 +174,8 @@ def rollout(
         mean = next_state(each["M"], state, denoised, jnp.zeros_like(denoised))[:, 0]
         drawn = after[:, 0] if recorded is None else recorded[1]
         log_prob = _log_prob(jax.lax.stop_gradient(drawn), mean, row["M"][0, NOISE])
-        unpacked = (packing.unpack(array, height, width) for array in (state, denoised, drawn))
-        return after, record(Evaluation(row, *unpacked, log_prob))
+        before, image, sample = (packing.unpack(array, height, width) for array in (state, denoised, drawn))
+        return after, record(Evaluation(row, before, image, sample, log_prob))
 
     first = jnp.zeros((batch, SLOTS, *packed.shape[1:]), jnp.float32).at[:, 0].set(scale * packed)
     if along is not None:
