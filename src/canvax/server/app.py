@@ -23,7 +23,6 @@ from canvax.server.keys import Keys
 from canvax.server.metrics import CONTENT_TYPE, Metrics
 from canvax.server.openapi import description
 from canvax.server.paths import Api, ApiPath, ErrorFormat, Operation, takes_images
-from canvax.server.rates import Rated, Rates
 
 APIS: tuple[Api, ...] = (jobs_api, openai, a1111, huggingface)
 """The modules that declare an API. Refusals of a path that none of them has are in the form of the first."""
@@ -42,7 +41,6 @@ class Settings:
         more_hosts: further names that it is called by.
         origins: other sites whose pages may ask.
         max_body: bytes of a body with images.
-        rate: images a minute for each key, or for all without keys; None for no limit.
         page: whether there is a page.
         history: the folder of images that the page shows; None for none.
         left_out: files of models that cannot be used, with the reason and the cure, for a page with a ``history``.
@@ -54,7 +52,6 @@ class Settings:
     more_hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     max_body: int = 32 << 20
-    rate: float | None = None
     page: bool = True
     history: Path | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +75,6 @@ def create_app(
         metrics: what is counted.
         more: gives further paths.
     """
-    engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
     paths = [path for api in APIS for path in api.routes(engine)] + operations(state, metrics)
     if settings.page and settings.history is not None:
         paths += history.routes(settings.history, settings.left_out)

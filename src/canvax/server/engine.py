@@ -11,15 +11,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 
 from canvax.errors import CanvaxError, InputError
 from canvax.pipelines.hints import hints
-from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.embedding_cache import reading
 from canvax.server.group import Group
 from canvax.server.job_store import JobStore, reason
@@ -39,8 +37,9 @@ from canvax.server.jobs import (
 )
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
-from canvax.server.models import Announcer, Loaded, ModelSet, ServedModel, Warm, unavailable
+from canvax.server.models import Announcer, EngineSettings, Loaded, ModelSet, ServedModel, unavailable
 from canvax.server.policy import PATIENCE, Queue
+from canvax.server.rates import Rates
 from canvax.server.work import Checked, Cost, GroupKey, Item, byte_size, may_begin
 from canvax.server.writing import Writer
 from canvax.types import HostArray
@@ -63,48 +62,16 @@ CHEAP_PREVIEWS = 0.25
 
 _STOPPED = "the server stopped before the images were done; ask again"
 
-Batching = Literal["steps", "requests", "none"]
 Costs = tuple[Cost, ...]
 """Of each stage of an image."""
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an operator decides.
+class _Room(NamedTuple):
+    """Room in the queue: images, the engine's seconds for them, and bytes of their decoded inputs."""
 
-    Attributes:
-        warm: sizes and batches whose programs are made before the first request.
-        chunks: of prompts, likewise: 2 is for those of 76 to 150 tokens.
-        references: the most reference images of a request, likewise, of models that edit.
-        on_request: models beside the others that are loaded when somebody asks for them.
-        compile_on_demand: whether a request may wait for a compiler.
-        queue_seconds: work that may wait; more is refused.
-        queue_images: likewise.
-        keep_seconds: how long finished images wait to be fetched.
-        memory: bytes of weights on each device at a time; None for what is free.
-        batching: "steps"; for comparisons also "requests", in which a batch ends before the next one begins, and
-            "none", one image after the other.
-        log_prompts: whether the log holds prompts.
-        adapters: that requests may name; None for none.
-        output: the folder in which finished images are saved; None for none.
-        stall_seconds: without progress of an engine that has work, after which it counts as failed. Loading weights and
-            compiling do not count; a call of a device does.
-    """
-
-    warm: tuple[Warm, ...] = (Warm(),)
-    chunks: tuple[int, ...] = (1,)
-    references: int = 1
-    on_request: tuple[str, ...] = ()
-    compile_on_demand: bool = False
-    queue_seconds: float = 600.0
-    queue_images: int = 1000
-    keep_seconds: float = 600.0
-    memory: int | None = None
-    batching: Batching = "steps"
-    log_prompts: bool = False
-    adapters: AdapterSettings | None = None
-    output: Path | None = None
-    stall_seconds: float = 600.0
+    images: int
+    seconds: float
+    bytes: int
 
 
 class ImageEngine:
@@ -136,29 +103,17 @@ class ImageEngine:
         self.failure: BaseException | None = None
         self._settings, self._metrics, self._say = settings, metrics, say
         self._announcer = Announcer(say, metrics.compiled, self._tell_compiling)
-        alone = settings.batching == "none"
-        self._models = ModelSet(
-            names,
-            load,
-            warm=[warm._replace(batches=(1,)) for warm in settings.warm] if alone else settings.warm,
-            chunks=settings.chunks,
-            references=settings.references,
-            on_request=settings.on_request,
-            on_demand=settings.compile_on_demand,
-            memory=settings.memory,
-            adapters=settings.adapters,
-            say=say,
-            announce=self._announcer,
-        )
+        self._models = ModelSet(names, load, settings, say, self._announcer)
         self._book = JobStore(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = self._book.changed
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
-        self._metrics.watch_journal(self._book.records)
+        metrics.journal.set_function(self._book.records)
         self._items: dict[str, list[Item]] = {}
         self._suspects: list[Job] = []
         self._to_decode: list[tuple[Item, HostArray]] = []
+        self._rates = Rates(settings.rate) if settings.rate else None
+        self._entering: dict[str, _Room] = {}
         self._closed, self._tells, self._began, self._worked = False, 0.0, 0.0, 0.0
-        self._door = threading.Lock()  # who is inside decides about a new job, so that nobody else fills the queue
         self._progress: float | None = None
         self._faults = 0
         self._leading: Item | None = None
@@ -166,8 +121,11 @@ class ImageEngine:
         self._building: GroupKey | None = None
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
         self._writer = Writer(self._book, metrics, settings.output, self._freed)
-        metrics.watch_queue(self._images, self._seconds)
-        metrics.watch_files(lambda: len(self._to_decode), lambda: self._writer.images, lambda: self._writer.oldest)
+        metrics.queued.set_function(self._images)
+        metrics.queue_cost.set_function(self._seconds)
+        metrics.undecoded.set_function(lambda: len(self._to_decode))
+        metrics.writing.set_function(lambda: self._writer.images)
+        metrics.oldest.set_function(lambda: self._writer.oldest)
 
     @property
     def state(self) -> State:
@@ -259,39 +217,44 @@ class ImageEngine:
     def submit(self, job_request: JobRequest) -> Job:
         """See ``Engine``."""
         try:
-            return self._submit(job_request)
+            check_ready(self.state, self._announcer.progress)
+            with self._book.claimed(job_request) as earlier:
+                return earlier or self._accept(job_request)
         except Rejected as refused:
-            self._metrics.refused(refused.code)
+            self._metrics.refused.labels(refused.code).inc()
             raise
 
-    # Accepting, in the threads of those who ask.
+    # Accepting, in the threads of requests.
 
-    def _submit(self, job_request: JobRequest) -> Job:
-        check_ready(self.state, self._announcer.progress)
-        if earlier := self._book.earlier(job_request):
-            return earlier
+    def _accept(self, job_request: JobRequest) -> Job:
+        """Check a request, reserve room for it, record it, and put its images into the queue.
+
+        The job is decided once, when room is reserved. The engine's lock is free while the journal is written.
+        """
         served, checked = self._models.check(job_request)
-        with self._wake:  # what is refused is not recorded
-            self._check_room(job_request, checked, self._costs(checked))
         job = checked.job(job_request, self._cancel)
-        of_model = () if checked.tiles else hints(reading(served.model, checked.beside.words), checked.request)
-        job.hints = tuple(map(str, (*checked.hints, *of_model)))
-        row = self._book.packed(job)
-        with self._door:
+        with self._wake:
+            costs = self._costs(checked)
+            self._entering[job.id] = room = self._reserved(job_request, checked, costs)
+        try:
+            of_model = () if checked.tiles else hints(reading(served.model, checked.beside.words), checked.request)
+            job.hints = tuple(map(str, (*checked.hints, *of_model)))
+            self._book.record(job)
             with self._wake:
-                check_ready(self.state)
-                if earlier := self._book.earlier(job_request):
-                    return earlier
-                costs = self._costs(checked)
-                self._check_room(job_request, checked, costs)
-            self._book.record(job, row)  # without the lock: the engine does not wait for the disk
-            with self._wake:
+                del self._entering[job.id]
                 self._book.enter(job)
                 self._add(job, checked, costs)
                 if self.state is not State.READY:
                     self._book.fail(job, "draining", _STOPPED, resumes=True)
+        except Rejected:
+            if self._rates:
+                self._rates.add(job_request.client, room.images)
+            raise
+        finally:
+            with self._wake:
+                self._entering.pop(job.id, None)
         job.request = without_pixels(job_request)  # the items hold what is still needed
-        self._metrics.submitted(job.model)
+        self._metrics.submitted.labels(job.model).inc()
         return job
 
     def _costs(self, checked: Checked) -> Costs:
@@ -329,34 +292,43 @@ class ImageEngine:
         self._wake.notify_all()
 
     def _images(self) -> int:
-        """That are not done: before their last row or behind it, until their files are made."""
-        return len(self._queue) + len(self._to_decode) + self._writer.images
+        """Return how many images are not done: a job's images count until their files are written."""
+        entering = sum(room.images for room in list(self._entering.values()))
+        return entering + len(self._queue) + len(self._to_decode) + self._writer.images
 
     def _seconds(self) -> float:
-        """Of work in them."""
-        return self._queue.seconds + (len(self._to_decode) + self._writer.images) * self._writer.pace
+        """Return the seconds of work in these images."""
+        entering = sum(room.seconds for room in list(self._entering.values()))
+        return entering + self._queue.seconds + (len(self._to_decode) + self._writer.images) * self._writer.pace
 
-    def _check_room(self, job_request: JobRequest, checked: Checked, costs: Costs) -> None:
-        """Refuse what would wait for too long, or hold too much memory meanwhile."""
-        alone, shared = _alone(costs), sum(shared for _, shared in costs)
-        images, most = checked.images, self._settings.queue_images
+    def _reserved(self, job_request: JobRequest, checked: Checked, costs: Costs) -> _Room:
+        """Return the room that a job takes. Call this with the lock.
+
+        Raises:
+            Rejected: the job would wait too long, hold too much memory, or exceed the rate of its client.
+        """
+        alone, most = _alone(costs), self._settings.queue_images
+        room = _Room(images := checked.images, images * sum(shared for _, shared in costs), checked.input_bytes)
         seconds, count = self._seconds(), self._images()
-        if size := checked.input_bytes:
-            if size > INPUT_BYTES:
-                raise Rejected(413, "too_large", "the images of this request take too much memory; send smaller ones")
-            held = byte_size(image for items in self._items.values() for item in items for image in item.inputs())
-            if held + size > INPUT_BYTES:
-                why = "the images that were sent for jobs that wait take too much memory; try again later"
-                raise Rejected(429, "queue_full", why, retry_after=min(max(1.0, seconds / 4), 60.0))
+        wait = min(max(1.0, seconds / 4), 60.0)
+        if room.bytes > INPUT_BYTES:
+            raise Rejected(413, "too_large", "the images of this request take too much memory; send smaller ones")
         if images > most:  # however long it waits
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
-        if count + images > most or (count and seconds + shared * images > self._settings.queue_seconds):
-            wait = min(max(1.0, seconds / 4), 60.0)
-            waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
-            raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
         if job_request.seconds is not None and alone > job_request.seconds:
             why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Rejected(400, "too_late", why, param="seconds")
+        if count + images > most or (count and seconds + room.seconds > self._settings.queue_seconds):
+            waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
+            raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
+        if room.bytes:
+            held = byte_size(image for items in self._items.values() for item in items for image in item.inputs())
+            if room.bytes + held + sum(room.bytes for room in self._entering.values()) > INPUT_BYTES:
+                why = "the images that were sent for jobs that wait take too much memory; try again later"
+                raise Rejected(429, "queue_full", why, retry_after=wait)
+        if self._rates and (wait := self._rates.wait(job_request.client, images)):
+            raise Rejected(429, "rate_limit_exceeded", "too many images a minute; see Retry-After", retry_after=wait)
+        return room
 
     def _cancel(self, job: Job) -> None:
         self._book.end(job, Status.CANCELLED)
@@ -510,7 +482,7 @@ class ImageEngine:
         self._decode_all()
         self._tell_queue()
         if leader is not None:
-            self._metrics.turned(time.perf_counter() - self._began - self._worked)
+            self._metrics.turned.observe(time.perf_counter() - self._began - self._worked)
 
     def _in_decoder(self) -> list[Item]:
         """Images that are to be decoded; those that are over leave."""
@@ -582,7 +554,7 @@ class ImageEngine:
         self._queue.begin(item, time.monotonic())
         item.hold()
         if item.picture.status is Status.QUEUED and not item.job.resumed:  # not for a second pass, or while nothing ran
-            self._metrics.waited(time.time() - item.job.created)
+            self._metrics.waited.observe(time.time() - item.job.created)
         item.status = item.picture.status = Status.RUNNING
         self._book.begins(item.job)
         if item.job.status is Status.QUEUED:
@@ -596,7 +568,7 @@ class ImageEngine:
             if not item.over and item.carried is None:
                 group.begin(item)
                 item.encoded()
-                self._metrics.encoded(self._since(began))
+                self._metrics.encoded.observe(self._since(began))
         except Exception as error:
             if not isinstance(error, InputError):
                 log.exception("encoding failed")
@@ -658,7 +630,7 @@ class ImageEngine:
             for item, _ in chosen:
                 self._book.fail(item.job, *reason(error))
             return
-        self._metrics.decoded(self._since(began))
+        self._metrics.decoded.observe(self._since(began))
         with self._wake:  # each is counted once
             for (item, latents), image in zip(chosen, pixels, strict=True):
                 self._staged(served, item, image, latents)
@@ -773,10 +745,10 @@ class ImageEngine:
                 seconds += item.cost
             self._book.forget()
         self._tells = now + max(1.0, _TELLING * (time.monotonic() - now))
-        self._metrics.models_loaded(self._models.loaded())
+        self._metrics.models.set(self._models.loaded())
         for device in jax.local_devices():
             if (used := (device.memory_stats() or {}).get("bytes_in_use")) is not None:  # a CPU does not tell
-                self._metrics.device_memory(device.id, used)
+                self._metrics.memory.labels(str(device.id)).set(used)
 
 
 def _alone(costs: Costs) -> float:

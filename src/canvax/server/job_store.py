@@ -68,6 +68,7 @@ class JobStore:
         self._open: OrderedDict[str, Job] = OrderedDict()
         self._over: OrderedDict[str, tuple[float, Job]] = OrderedDict()
         self._once: dict[tuple[str, str], Job] = {}
+        self._claimed: set[object] = set()
         self._limited: dict[str, Job] = {}
         self._held: OrderedDict[str, tuple[float, Job, Rejected]] = OrderedDict()
         self._tries = 0.0
@@ -125,28 +126,36 @@ class JobStore:
             raise Rejected(422, "key_reused", "this Idempotency-Key was used for another request; choose a new one")
         return job
 
-    def packed(self, job: Job) -> tuple[Any, ...] | None:
-        """The row of a new job in the journal: its images are encoded here, so that ``record`` is quick.
+    @contextmanager
+    def claimed(self, job_request: JobRequest) -> Iterator[Job | None]:
+        """Yield the result of ``earlier``. Another request with the same Idempotency-Key waits until this one is over.
 
         Raises:
-            Rejected: it cannot be written.
+            Rejected: as ``earlier``.
         """
-        with _recording():
-            return self._journal.packed(job) if self._journal else None
+        key = (job_request.client, job_request.once) if job_request.once else object()
+        with self.changed:
+            self.changed.wait_for(lambda: key not in self._claimed)
+            self._claimed.add(key)
+        try:
+            yield self.earlier(job_request)
+        finally:
+            with self.changed:
+                self._claimed.remove(key)
+                self.changed.notify_all()
 
-    def record(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
+    def record(self, job: Job) -> None:
         """Write a new job into the journal, before ``enter``. It waits for the disk: call it without the lock.
-
-        Args:
-            job: the job.
-            row: the result of ``packed``.
 
         Raises:
             Rejected: the job cannot be written.
         """
-        with _recording():
+        try:
             if self._journal:
-                self._journal.accepted(job, row)
+                self._journal.accepted(job)
+        except CanvaxError as error:
+            log.error("journal: %s", error)
+            raise Rejected(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
 
     def enter(self, job: Job) -> None:
         """Add a new job, which is in the journal already."""
@@ -308,15 +317,6 @@ class JobStore:
         return line | (
             {"prompt": job_request.prompt, "negative_prompt": job_request.negative_prompt} if self._log_prompts else {}
         )
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    try:
-        yield
-    except CanvaxError as error:
-        log.error("journal: %s", error)
-        raise Rejected(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
 
 
 def reason(error: Exception) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -262,9 +261,6 @@ class Job:
     ) -> None:
         self.id = name or uuid.uuid4().hex
         self.request, self.model, self.pictures = job_request, model, list(pictures)
-        self._first = weakref.ref(job_request)
-        self.tiles = 0
-        """That its image is made of; 0 where nothing is made of tiles."""
         self.created = time.time() if created is None else created
         self.resumed = created is not None
         """Whether an earlier process accepted it."""
@@ -293,10 +289,6 @@ class Job:
     def look(self, seconds: float = LOOKS) -> None:
         """Somebody will want previews for so many seconds, without watching events."""
         self._looked = max(self._looked, time.monotonic() + seconds)
-
-    def is_of(self, job_request: JobRequest) -> bool:
-        """Whether it was made for this very ask, and not for an earlier one with the same Idempotency-Key."""
-        return self._first() is job_request
 
     def cancel(self) -> None:
         """Give it up: its images leave the batch before the next step. Does nothing where it is over."""

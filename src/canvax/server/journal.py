@@ -91,11 +91,11 @@ class Journal:
             self.close()
             raise
 
-    def packed(self, job: Job) -> tuple[Any, ...]:
-        """The row of a new job. Its images are encoded here, which may take a second.
+    def accepted(self, job: Job) -> None:
+        """Write a new job; it is on the disk when this returns. Encoding its images may take a second.
 
         Raises:
-            CanvaxError: a value cannot be written.
+            CanvaxError: it cannot be written.
         """
         job_request = {
             field.name: getattr(job.request, field.name) for field in fields(JobRequest) if field.name not in _IMAGES
@@ -106,15 +106,7 @@ class Journal:
             self._encoded(pictures),
             *(_packed(getattr(job.request, name)) for name in _IMAGES),
         ]
-        return (job.id, job.created, job.model, str(job.status), *packed)
-
-    def accepted(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
-        """Write a new job; it is on the disk when this returns. ``row``: as ``packed`` makes it.
-
-        Raises:
-            CanvaxError: it cannot be written.
-        """
-        row = self.packed(job) if row is None else row
+        row = (job.id, job.created, job.model, str(job.status), *packed)
         self._write("INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)", row, waits=True)
 
     def finished(self, job: Job, index: int) -> None:

@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
@@ -527,6 +527,50 @@ class Announcer:
             self._say(f"compiled the {build.program} in {build.seconds:.1f} s, {self.progress} ready")
 
 
+Batching = Literal["steps", "requests", "none"]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an operator decides.
+
+    Attributes:
+        warm: sizes and batches whose programs are made before the first request.
+        chunks: of prompts, likewise: 2 is for those of 76 to 150 tokens.
+        references: the most reference images of a request, likewise, of models that edit.
+        on_request: models beside the others that are loaded when somebody asks for them.
+        compile_on_demand: whether a request may wait for a compiler.
+        queue_seconds: work that may wait; more is refused.
+        queue_images: likewise.
+        rate: images a minute of each client; clients without a key share one rate. None for no limit.
+        keep_seconds: how long finished images wait to be fetched.
+        memory: bytes of weights on each device at a time; None for what is free.
+        batching: "steps"; for comparisons also "requests", in which a batch ends before the next one begins, and
+            "none", one image after the other.
+        log_prompts: whether the log holds prompts.
+        adapters: that requests may name; None for none.
+        output: the folder in which finished images are saved; None for none.
+        stall_seconds: without progress of an engine that has work, after which it counts as failed. Loading weights and
+            compiling do not count; a call of a device does.
+    """
+
+    warm: tuple[Warm, ...] = (Warm(),)
+    chunks: tuple[int, ...] = (1,)
+    references: int = 1
+    on_request: tuple[str, ...] = ()
+    compile_on_demand: bool = False
+    queue_seconds: float = 600.0
+    queue_images: int = 1000
+    rate: float | None = None
+    keep_seconds: float = 600.0
+    memory: int | None = None
+    batching: Batching = "steps"
+    log_prompts: bool = False
+    adapters: AdapterSettings | None = None
+    output: Path | None = None
+    stall_seconds: float = 600.0
+
+
 FREE_PART = 0.7
 """Of the free memory, that weights may take; programs and images need some as well."""
 
@@ -547,17 +591,10 @@ class ModelSet:
     """The models by name, the first of which is the default.
 
     Args:
-        names: of the models.
-        load: loads one (see ``ServedModel``).
-        warm: sizes and batches that are made ready by ``begin``.
-        chunks: of prompts, likewise.
-        references: the most reference images of a request that are made ready, of models that edit.
-        on_request: models that are opened and not loaded; the first request for a size in ``warm`` waits for weights
-            and programs.
-        on_demand: whether what is not ready is compiled when somebody asks for it.
-        memory: bytes of weights on each device; None for what is free.
-        adapters: that requests may name.
-        say: called with what is done.
+        names: names of the models.
+        load: loads a model (see ``ServedModel``).
+        settings: the operator's settings.
+        say: called with a line for the operator about each thing that is done.
         announce: called for programs that are compiled.
 
     Attributes:
@@ -568,34 +605,30 @@ class ModelSet:
         self,
         names: Sequence[str],
         load: Callable[..., Loaded],
-        *,
-        warm: Sequence[Warm],
-        chunks: Sequence[int],
-        references: int,
-        on_demand: bool,
-        memory: int | None,
-        on_request: Sequence[str] = (),
-        adapters: AdapterSettings | None = None,
+        settings: EngineSettings,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
         self._lock = threading.Lock()
-        self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
-        self._references = references
-        self._adapters, self._on_request = adapters, on_request
-        self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
+        self._names, self._load, self._settings = names, load, settings
+        self._say, self._announce = say, announce
+        alone = settings.batching == "none"
+        self._warm = [warm._replace(batches=(1,)) for warm in settings.warm] if alone else settings.warm
         self._served: dict[str, ServedModel] = {}
         self._kept: set[GroupKey] = set()
         self._settled = 0.0
 
     def begin(self) -> None:
         """Load all, and make their programs ready. Where models are on request, clients see all of them before that."""
-        more: dict[str, Any] = {"files": {VAE: vae_files(), CONTROLNET: control_files()}, "on_demand": self._on_demand}
-        for name in (*self._names, *self._on_request) if self._on_request else ():
+        more: dict[str, Any] = {
+            "files": {VAE: vae_files(), CONTROLNET: control_files()},
+            "on_demand": self._settings.compile_on_demand,
+        }
+        for name in (*self._names, *self._settings.on_request) if self._settings.on_request else ():
             try:
-                served = ServedModel(name, self._load, self._adapters, weights=False, **more)
-                served.on_request = name in self._on_request
+                served = ServedModel(name, self._load, self._settings.adapters, weights=False, **more)
+                served.on_request = name in self._settings.on_request
                 self._served[name] = served
             except CanvaxError as error:
                 if name in self._names:
@@ -606,11 +639,11 @@ class ModelSet:
             if (opened := self._served.get(name)) is None:
                 self._say(f"reading {name}")
                 self._make_room(max((served.bytes for served in self._served.values()), default=0))
-                opened = ServedModel(name, self._load, self._adapters, **more)
+                opened = ServedModel(name, self._load, self._settings.adapters, **more)
             served = self._served[name] = opened
-            if self._memory is not None and served.bytes > self._memory:
+            if self._settings.memory is not None and served.bytes > self._settings.memory:
                 raise InputError(
-                    f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
+                    f"--memory {self._settings.memory} bytes: the weights of {name} take {served.bytes}; allow more"
                 )
             if not served.loaded:
                 self._load_again(served)
@@ -619,8 +652,8 @@ class ModelSet:
             for line in served.embeddings.summary().splitlines():
                 self._say(line)
             for size, batches in served.sizes(self._warm):
-                most = self._references if served.model.networks.denoiser.facts.edits else 0
-                for chunks, references in product(self._chunks, range(1 + most)):
+                most = self._settings.references if served.model.networks.denoiser.facts.edits else 0
+                for chunks, references in product(self._settings.chunks, range(1 + most)):
                     options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
                     checked = sample(name, served.model, *size, **options)
                     group = served.build(checked.group, batches, self._announce)
@@ -631,14 +664,15 @@ class ModelSet:
                     self._kept.add(group.key)
                     self._say(group.summary())
         self._show_cards()
-        for name in () if self._on_request else self._names:  # ``_load_again`` has begun those that it loaded
+        for name in () if self._settings.on_request else self._names:  # ``_load_again`` has begun those that it loaded
             self._hash(self._served[name])
 
     def _show_cards(self) -> None:
-        most = MOST_REFERENCES if self._on_demand else self._references
+        most = MOST_REFERENCES if self._settings.compile_on_demand else self._settings.references
         with self._lock:
             self.cards = [
-                served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
+                served.card(self._warm, any_size=self._settings.compile_on_demand, references=most)
+                for served in self._served.values()
             ]
 
     def card(self, name: str) -> ModelCard:
@@ -699,7 +733,7 @@ class ModelSet:
         if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
             raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
         beside = served.bytes_beside(key.variant) if key.variant.controlnets else 0
-        if beside and self._memory is not None and served.bytes + beside > self._memory:
+        if beside and self._settings.memory is not None and served.bytes + beside > self._settings.memory:
             message = f"controlnet={key.variant}: takes {beside} bytes beside the model, more than --memory allows"
             raise Rejected(400, "controlnet_unusable", message, param=CONTROLNET)
         load = 0.0 if served.loaded else served.load_seconds
@@ -707,7 +741,7 @@ class ModelSet:
             return load + group.timings.image(stage.rows)
         warm = {size for size, _ in served.sizes(self._warm)}
         on_request = served.on_request and (key.width, key.height) in warm
-        if not (self._on_demand or on_request or served.has_programs(key)):
+        if not (self._settings.compile_on_demand or on_request or served.has_programs(key)):
             raise served.refusal(key, self._warm, of_tiles=of_tiles)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
@@ -818,9 +852,9 @@ class ModelSet:
         """Take models, VAEs and ControlNets off the devices, the one that was not used for longest first, until so many
         bytes fit. What images of a key need stays."""
         while loaded := [served for served in self._served.values() if served.loaded]:
-            if self._memory is not None:
+            if self._settings.memory is not None:
                 held = sum(served.bytes + served.vaes.bytes + served.controlnets.bytes for served in loaded)
-                fits = held + needed <= self._memory
+                fits = held + needed <= self._settings.memory
             else:
                 free = free_bytes(loaded[0].programs.mesh)
                 fits = free is None or needed < FREE_PART * free

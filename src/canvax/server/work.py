@@ -367,9 +367,7 @@ class Checked(NamedTuple):
 
     def job(self, job_request: JobRequest, cancel: Callable[[Job], None]) -> Job:
         """A new job."""
-        job = Job(job_request, self.group.model, self.pictures(), cancel=cancel)
-        job.tiles = len(self.tiles) if self.tiles else 0
-        return job
+        return Job(job_request, self.group.model, self.pictures(), cancel=cancel)
 
     def items(self, job: Job, picture: Picture) -> list[Item]:
         """What is to be drawn for an image of it: itself, or its tiles."""

@@ -150,7 +150,7 @@ class Writer:
             return
         number = item.previews.index(item.picture.step)
         if number == 0:
-            self._metrics.first_preview(time.time() - item.job.created)
+            self._metrics.first_preview.observe(time.time() - item.job.created)
         with self._lock:
             self._previews += 1
         step = item.progress().step
@@ -201,7 +201,7 @@ class Writer:
             log.exception("an image cannot be written")
             self._book.fail(job, *reason(error))
             return
-        self._metrics.written(time.perf_counter() - began)
+        self._metrics.written.observe(time.perf_counter() - began)
         if self._output is not None and not (shown.status.over or job.status.over):
             shown.file, shown.not_kept = self._save(self._output, pixels, kept, metadata["seed"])
         with self._book.lock:
@@ -225,7 +225,7 @@ class Writer:
             return save_numbered(folder, to_pil(pixels[None])[0], metadata, seed).name, None
         except (CanvaxError, OSError) as error:
             log.error("an image is not saved: %s", error)
-            self._metrics.not_kept()
+            self._metrics.not_kept.inc()
             fault = error if isinstance(error, OSError) else error.__context__
             why = (fault.strerror if isinstance(fault, OSError) else None) or "the server's log says why"
             return None, f"the server could not save it: {why}"  # folders are the operator's business
