@@ -1,7 +1,7 @@
-"""The engine: one thread that owns the devices and generates everyone's images, a few rows at a time.
+"""The engine: one thread that owns the devices and generates all images, a few rows at a time.
 
-Between two calls of the denoiser images join the batch and leave it, so nobody waits for somebody else's image to end.
-Requests are checked in the threads that bring them, and files are written in threads of their own.
+Images join and leave the batch between two calls of the denoiser, so no image waits for the end of another one.
+Requests are checked in the threads that bring them, and files are written by further threads.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _TELLING = 50
 """Places in the queue are sent again after this many times what sending them takes."""
 
 INPUT_BYTES = 1 << 30
-"""Of the decoded images of jobs that are not over."""
+"""Bytes of the decoded input images of all jobs that are not over."""
 MOST_FAULTS = 10
-"""Turns in a row that may fail for reasons that nobody foresaw; after one more the engine gives up."""
+"""Consecutive turns that may fail unexpectedly; after one more the engine stops."""
 
 MOST_FINISHED = 64
 """Images whose rows are done and that wait for the writer; with more no rows are run."""
@@ -63,7 +63,7 @@ CHEAP_PREVIEWS = 0.25
 _STOPPED = "the server stopped before the images were done; ask again"
 
 Costs = tuple[Cost, ...]
-"""Of each stage of an image."""
+"""Costs of the stages of an image."""
 
 
 class _Room(NamedTuple):
@@ -75,18 +75,18 @@ class _Room(NamedTuple):
 
 
 class ImageEngine:
-    """Generates images for many clients. ``start`` it, and ``drain`` and ``close`` it in the end.
+    """The engine. Call ``start``, and at the end ``drain`` and ``close``.
 
     Args:
-        names: of the models; the first is the default.
-        settings: see there.
-        metrics: counts everything.
+        names: names of the models; the first is the default.
+        settings: the operator's settings.
+        metrics: the server's metrics.
         load: loads a model by its name (see ``ServedModel``).
-        journal: where accepted jobs are kept.
-        say: called with what it does, in words for people.
+        journal: file of accepted jobs; None for none.
+        say: called with lines for the operator.
 
     Attributes:
-        failure: why it could not start, or why it gave up.
+        failure: the error that stopped the engine; None for none.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class ImageEngine:
 
     @property
     def state(self) -> State:
-        """What it does at present.
+        """The present state.
 
-        Where the devices make no progress for ``stall_seconds``, or a file takes that long, it counts as failed until
-        it goes on.
+        If the devices make no progress for ``stall_seconds``, or a file takes that long, the engine counts as failed
+        until there is progress again.
         """
         progress, most = self._progress, self._settings.stall_seconds
         stalled = progress is not None and time.monotonic() - progress > most
@@ -183,13 +183,13 @@ class ImageEngine:
         return [job for job in self._book.open() if client in (None, job.request.client)]
 
     def drain(self, seconds: float) -> bool:
-        """Accept no more and finish what was accepted; whether that was done in time. What is left fails."""
+        """Accept no more jobs and finish the accepted ones; those that are not done in time fail. Return if all were."""
         with self._wake:
             if self._state is State.STARTING:  # nothing was accepted yet
                 return True
             if self._state is not State.FAILED:
                 self._state = State.DRAINING
-            for job, _ in self._book.held():  # nobody will do them here
+            for job, _ in self._book.held():  # this server cannot do them
                 self._book.fail(job, "draining", _STOPPED, resumes=True)
             done = self._wake.wait_for(lambda: not self.jobs() or self._closed, seconds)
             for job in self.jobs():
@@ -197,7 +197,7 @@ class ImageEngine:
         return done
 
     def close(self, seconds: float = 60.0) -> None:
-        """Stop at once. Jobs that are in a journal go on after the next start.
+        """Stop at once. Jobs in a journal continue after the next start.
 
         The thread is left behind if it does not return within ``seconds``: loading weights and compiling cannot be
         interrupted.
@@ -211,7 +211,7 @@ class ImageEngine:
         self._book.close()
 
     def readiness(self) -> State:
-        """As ``state``, for load balancers: a server whose journal cannot be written is not ready."""
+        """Return the state for load balancers: a server whose journal cannot be written is not ready."""
         return self.state if self.state is not State.READY or self._book.records() else State.NOT_RECORDED
 
     def submit(self, job_request: JobRequest) -> Job:
@@ -258,21 +258,20 @@ class ImageEngine:
         return job
 
     def _costs(self, checked: Checked) -> Costs:
-        """The seconds of each stage of an image.
+        """Return the costs of the stages of an image.
 
         Raises:
-            Rejected: its programs are not ready; see ``ModelSet.expected``.
+            Rejected: its programs are not ready (see ``ModelSet.expected``).
         """
         costs: Costs = ()
         for stage in checked.stages:
             try:
-                alone = self._models.expected(stage, of_tiles=checked.tiles is not None)
+                costs += (self._models.expected(stage, of_tiles=checked.tiles is not None),)
             except Rejected as refused:
                 if not costs:
                     raise
                 message = f"options.hires={checked.request.options.hires:g}: {refused.message}"
                 raise Rejected(refused.status, refused.code, message, param="options") from None
-            costs += ((alone, self._models.cost(stage, alone)),)
         return costs
 
     def _add(self, job: Job, checked: Checked, costs: Costs) -> None:
@@ -334,13 +333,13 @@ class ImageEngine:
         self._book.end(job, Status.CANCELLED)
 
     def _ended(self, job: Job) -> None:
-        """A job is over: its images leave."""
+        """Remove the images of a job that is over."""
         for item in self._items.pop(job.id, []):
             self._remove(item)
         self._wake.notify_all()
 
     def _remove(self, item: Item) -> None:
-        """An image is over; others may want the places of its adapters."""
+        """Remove an image that is over, so that other images can use the slots of its adapters."""
         self._queue.remove(item)
         item.let_go()
 
@@ -357,7 +356,7 @@ class ImageEngine:
             self._give_up(error)
 
     def _next_turn(self) -> None:
-        """Wait for work, and do a part of it. What fails is the fault of the jobs in work, and the engine goes on."""
+        """Wait for work, and do a part of it. An error fails the jobs in work; the engine continues."""
         try:
             if self._wait():
                 self._turn()
@@ -371,7 +370,7 @@ class ImageEngine:
             self._faults = 0
 
     def _give_up(self, error: BaseException) -> None:
-        """The end of the engine: nothing is accepted any more, and what was accepted fails."""
+        """Stop the engine for good: refuse new jobs and fail the accepted ones."""
         with self._wake:
             self.failure, self._state, self._progress = error, State.FAILED, None
             for job in self.jobs():
@@ -414,7 +413,7 @@ class ImageEngine:
                 self._book.end(job, Status.DONE)
 
     def _freed(self) -> None:
-        """The writer has room for another image."""
+        """Wake the engine: the writer has room for another image."""
         with self._wake:
             self._wake.notify_all()
 
@@ -423,7 +422,7 @@ class ImageEngine:
         self._began, self._worked = time.perf_counter(), 0.0
         with self._wake:
             while not self._closed and not self._can_decode() and self._leader() is None:
-                self._progress = None  # nobody waits for it
+                self._progress = None  # no job waits for it
                 self._wake.wait(self._book.until_late())
                 self._began, self._progress = time.perf_counter(), time.monotonic()
                 self._book.expire()
@@ -432,7 +431,8 @@ class ImageEngine:
             return not self._closed
 
     def _leader(self) -> Item | None:
-        """The image that decides what is done next. None, too, while it has to wait for those that are finished."""
+        """Return the image that decides what is done next; None if there is none, or finished images must be written
+        first."""
         finished = len(self._in_decoder())
         if finished >= MOST_FINISHED:
             return None
@@ -446,7 +446,8 @@ class ImageEngine:
         return bool(self._in_decoder()) and self._writer.room > 0
 
     def _may_begin(self, items: Sequence[Item]) -> Sequence[Item]:
-        """As ``may_begin``; a job with which a process was killed begins after the journal's other jobs, and alone."""
+        """Filter images as ``may_begin``. A job that killed an earlier process begins after the journal's other jobs,
+        and alone."""
         self._suspects = [job for job in self._suspects if job.attempts and not job.status.over]
         waiting = [item.job for item in items if item.job.attempts]
         if not self._suspects:
@@ -464,7 +465,7 @@ class ImageEngine:
         return may_begin(item for item in items if item.job is tried)
 
     def _at_work(self) -> set[Job]:
-        """The jobs that have images on the devices, between them or in the writer."""
+        """Return the jobs with images on the devices, to be decoded, or in the writer."""
         images = [item for items in self._items.values() for item in items]
         return {item.job for item in images if item.status is Status.RUNNING and not self._queue.waits(item)}
 
@@ -485,14 +486,14 @@ class ImageEngine:
             self._metrics.turned.observe(time.perf_counter() - self._began - self._worked)
 
     def _in_decoder(self) -> list[Item]:
-        """Images that are to be decoded; those that are over leave."""
+        """Return the images that wait to be decoded, without those that are over."""
         if any(item.over for item, _ in self._to_decode):
             self._to_decode = [(item, latents) for item, latents in self._to_decode if not item.over]
         return [item for item, _ in self._to_decode]
 
     def _put_on(self, key: GroupKey) -> ServedModel | None:
-        """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail, and where
-        it has to wait for what is finished."""
+        """Put a model's weights on the devices. Return None if they cannot be loaded, and then the jobs fail, or if
+        finished images must be decoded first."""
         if missing := self._models.missing(key):
             self._decode_all()  # while their weights are there
             if self._in_decoder():
@@ -516,18 +517,18 @@ class ImageEngine:
                 self._tell_waits(waits, "")
 
     def _lacking(self, key: GroupKey) -> Callable[[Item], bool]:
-        """Return which images need what is not there for a key: its model or, where that is there, ControlNets."""
+        """Return a predicate: does an image need weights that are missing for a key (its model's or its ControlNets')?"""
         loaded = self._models.named(key.model).loaded
         return lambda item: item.group.model == key.model and not (loaded and item.group.variant != key.variant)
 
     def _since(self, began: float) -> float:
-        """Seconds, which are no overhead of this turn."""
+        """Return the seconds since ``began``, which are not overhead of this turn."""
         self._worked += (took := time.perf_counter() - began)
         self._progress = time.monotonic()
         return took
 
     def _seat(self, group: Group, leader: Item) -> bool:
-        """Choose who is in the batch; False if nobody is."""
+        """Choose the images of the batch. Return False if there are none."""
         whole = self._settings.batching == "requests" and [item for item in group.seated if not item.over]
         with self._wake:
             if leader.over:  # cancelled a moment ago
@@ -550,7 +551,7 @@ class ImageEngine:
         return bool(group.seated)
 
     def _start(self, item: Item) -> None:
-        """A waiting image begins."""
+        """Begin a waiting image."""
         self._queue.begin(item, time.monotonic())
         item.hold()
         if item.picture.status is Status.QUEUED and not item.job.resumed:  # not for a second pass, or while nothing ran
@@ -598,7 +599,7 @@ class ImageEngine:
             self._to_decode += finished
 
     def _preview(self, group: Group, served: ServedModel, item: Item) -> None:
-        """How an image looks now: decoded where that costs little, else by colours alone."""
+        """Make a preview of an image: decoded if that is cheap, else with a linear map of colours."""
         try:
             latents = group.denoised(item)
             if item.decodes is None:
@@ -615,7 +616,7 @@ class ImageEngine:
             self._decode()
 
     def _decode(self) -> None:
-        """The images that wait for it longest, as many as are decoded at once and the writer takes."""
+        """Decode the images that have waited longest, as many as one call takes and the writer has room for."""
         waiting = self._to_decode
         key, vae = waiting[0][0].group, waiting[0][0].beside.vae
         group, served = self._models.group(key), self._models.named(key.model)
@@ -637,7 +638,7 @@ class ImageEngine:
             self._to_decode = [entry for entry in self._to_decode if not any(entry is other for other in chosen)]
 
     def _staged(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
-        """An image has a stage behind it: it waits for the next one, or becomes a file."""
+        """Send an image whose stage is done to its next stage, or to the writer."""
         step = item.picture.step
         if not item.advance(pixels, latents):
             self._writer.image(served, item, pixels, latents)
@@ -654,7 +655,8 @@ class ImageEngine:
     # Faults, and the events that watchers get.
 
     def _on_devices(self, group: Group, run: Callable[[], Any]) -> Any:
-        """What ``run`` gives; None where the devices failed, and then images begin again, in a smaller batch."""
+        """Return the result of ``run``; None if the devices failed. The images then begin again, in a smaller batch
+        after a lack of memory."""
         try:
             return run()
         except Exception as error:
@@ -676,7 +678,7 @@ class ImageEngine:
                 self._book.fail(item.job, "server_error", "the server failed; ask again")
         self._to_decode, self._leading = [], None
 
-    # Programs that requests wait for are made in a thread of their own, one group after the other.
+    # Programs that requests wait for are compiled in a separate thread, one group after the other.
 
     def _compile_missing(self) -> None:
         """Start the thread, if there is something for it to do and it does not run."""
@@ -685,7 +687,7 @@ class ImageEngine:
             self._compiler.start()
 
     def _missing(self) -> GroupKey | None:
-        """A group that images wait for whose programs are not there."""
+        """Return a group whose programs are missing and that images wait for."""
         ready = self._models.groups()
         return next((key for key in self._queue.groups() if key not in ready), None)
 
@@ -731,7 +733,8 @@ class ImageEngine:
                 job.tell(Changed(job.status))
 
     def _tell_queue(self) -> None:
-        """How long everyone will wait: once a second, and of a long queue less often, so that it costs little."""
+        """Tell clients how long they will wait: once a second, and less often if the queue is long, so that it costs
+        little."""
         if (now := time.monotonic()) < self._tells:
             return
         seconds = 0.0

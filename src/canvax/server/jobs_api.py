@@ -33,7 +33,6 @@ from canvax.server.answers import (
     client_of,
     data_url,
     decoding,
-    encoded,
     error_headers,
     json_answer,
     model_named,
@@ -46,7 +45,7 @@ from canvax.server.answers import (
 )
 from canvax.server.control import public_names
 from canvax.server.fields import Scale, Seed, Side, Strength, Times
-from canvax.server.images_in import Pixels, bytes_of_text, colours, image_of_bytes, image_of_text, white_mask
+from canvax.server.images_in import Pixels, bytes_of_text
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Changed,
@@ -79,6 +78,10 @@ _FIELDS = {
 }  # fmt: skip
 """What metadata calls the fields of a job."""
 
+
+_SAME = ("prompt", "negative_prompt", "n", "steps", "guidance_scale", "sampler", "strength", "upscale", "controlnet",
+         "format", "quality", "metadata", "seconds")  # fmt: skip
+"""Fields of a body that a job request has under the same name."""
 
 Text = Annotated[str, Meta(max_length=40)]
 FileName = Annotated[str, Meta(max_length=300)]
@@ -222,11 +225,8 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 def error(refused: Rejected, request_id: str) -> Response:
     """A refusal in this API's form."""
-    headers = error_headers(refused, request_id)
-    if refused.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
     content = {"error": {"message": refused.message, "code": refused.code, "param": refused.param}}
-    return Response(encoded(content), refused.status, headers, media_type="application/json")
+    return json_answer(content, error_headers(refused, request_id), refused.status)
 
 
 def job_json(job: Job) -> dict[str, Any]:
@@ -285,10 +285,10 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
     image, mask, source_prompt = None, None, ""
     if body.image is not None:
         data = bytes_of_text("image", body.image)
-        image = colours("image", image_of_bytes("image", data))
+        image = Pixels().read("image", data)
         source_prompt = prompt_in(io.BytesIO(data)) if body.upscale is not None and not body.prompt else ""
     if body.mask is not None:
-        mask = white_mask("mask", image_of_text("mask", body.mask))
+        mask = Pixels().read("mask", body.mask, grey=True)
         if image is not None and mask.size != image.size:
             sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
             raise Rejected(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
@@ -303,35 +303,23 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         width, height = nearest_size(card, seen.size)
     control_options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     return JobRequest(
-        body.prompt,
-        negative_prompt=body.negative_prompt,
+        **{name: getattr(body, name) for name in _SAME},
         model=card.id if body.model is None else body.model,
-        n=body.n,
         width=width,
         height=height,
-        steps=body.steps,
-        guidance_scale=body.guidance_scale,
-        sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
         references=tuple(pixels.read("references", reference) for reference in body.references),
         mask=mask,
-        strength=body.strength,
-        upscale=body.upscale,
         source_prompt=source_prompt,
         control=control,
         image_prompt=image_prompt,
         options={**(body.options or {}), **control_options},
         adapters=body.adapters or {},
         vae=body.vae or None,
-        controlnet=body.controlnet,
-        format=body.format,
-        quality=body.quality,
         previews=PREVIEWS if body.previews else 0,
-        metadata=body.metadata,
         client=client,
         once=once,
-        seconds=body.seconds,
     )
 
 
@@ -446,7 +434,7 @@ def _inspected(data: bytes) -> bytes:
 def _control_image(data: bytes, kind: str) -> bytes:
     """The PNG of the control image that ``control_from`` makes of an image file."""
     file = io.BytesIO()
-    _mapped(colours("image", image_of_bytes("image", data)), kind).save(file, "png")
+    _mapped(Pixels().read("image", data), kind).save(file, "png")
     return file.getvalue()
 
 

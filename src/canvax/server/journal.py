@@ -97,16 +97,11 @@ class Journal:
         Raises:
             CanvaxError: it cannot be written.
         """
-        job_request = {
-            field.name: getattr(job.request, field.name) for field in fields(JobRequest) if field.name not in _IMAGES
-        }
+        job_request = {name: getattr(job.request, name) for name in _names(JobRequest) - {*_IMAGES}}
         pictures = [[picture.seed, picture.width, picture.height, picture.steps] for picture in job.pictures]
-        packed = [
-            self._encoded(job_request),
-            self._encoded(pictures),
-            *(_packed(getattr(job.request, name)) for name in _IMAGES),
-        ]
-        row = (job.id, job.created, job.model, str(job.status), *packed)
+        packed = (_packed(getattr(job.request, name)) for name in _IMAGES)
+        values = self._encoded(job_request), self._encoded(pictures), *packed
+        row = (job.id, job.created, job.model, str(job.status), *values)
         self._write("INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)", row, waits=True)
 
     def finished(self, job: Job, index: int) -> None:
@@ -229,13 +224,8 @@ class Journal:
         done = self._base.execute("SELECT number, width, height, data, metadata FROM images WHERE job = ?", (name,))
         for number, width, height, data, metadata in done:
             picture = images[number]
-            picture.width, picture.height, picture.data, picture.metadata = (
-                width,
-                height,
-                data,
-                msgspec.json.decode(metadata),
-            )
-            picture.status, picture.step = Status.DONE, picture.steps
+            picture.width, picture.height, picture.data = width, height, data
+            picture.metadata, picture.status, picture.step = msgspec.json.decode(metadata), Status.DONE, picture.steps
         job.status = Status(status)
         if not job.status.over and all(picture.data is not None for picture in images):  # killed after its last image
             job.status = Status.DONE

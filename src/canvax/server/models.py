@@ -43,10 +43,21 @@ from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.hashes import compute_hash, known_hash
-from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected, invalid
+from canvax.server.jobs import JobRequest, ModelCard, Rejected, invalid
 from canvax.server.part_cache import CONTROLNET, VAE, Variant, control_cache, vae_cache, with_vae
 from canvax.server.policy import PATIENCE, Groups
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, Stage, check, sample, usable_samplers
+from canvax.server.work import (
+    MOST_IMAGES,
+    MOST_STEPS,
+    Checked,
+    Cost,
+    GroupKey,
+    Item,
+    Stage,
+    check,
+    sample,
+    usable_samplers,
+)
 from canvax.tokenizers.concepts import STYLES
 from canvax.weights.data_folder import control_files, data_folder, vae_files
 
@@ -350,21 +361,18 @@ class ServedModel:
         return group
 
     def warm(self, shown: Checked, group: Group) -> None:
-        """Run every network once that reads images of a request: first calls are slower."""
-        job = Job(JobRequest(shown.request.prompts[0]), self.name, shown.pictures(), cancel=lambda job: None)
-        group.draw(group.begin(shown.item(job, job.pictures[0])), 1)
+        """Run every network that reads images of a request once: first calls are slower."""
+        group.draw(group.begin(_thrown_away(shown)), 1)
 
     def time(self, asked: Checked, group: Group) -> None:
         """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted, which are
         measured where no earlier process has."""
-        job_request = JobRequest(asked.request.prompts[0])
-        job = Job(job_request, self.name, asked.pictures(), cancel=lambda job: None)
-        carried = group.begin(asked.item(job, job.pictures[0]))
+        carried = group.begin(_thrown_away(asked))
         entry = group.entry(self._shapes)
         known = entry is not None and group.recall(entry, carried)
         if not known:
             began = time.perf_counter()
-            group.begin(asked.item(job, job.pictures[0]))
+            group.begin(_thrown_away(asked))
             group.timings.encode = time.perf_counter() - began
             group.measure(carried)
         latents, finished = group.draw(carried, 1 if known and self.colours.known else _MOST_ROWS)
@@ -461,6 +469,12 @@ class ServedModel:
             controlnets=file_cards(self.controlnets),
             hires_strength=model.defaults.hires_strength,
         )
+
+
+def _thrown_away(checked: Checked) -> Item:
+    """Return an image of a job that no client submitted."""
+    job = checked.job(JobRequest(checked.request.prompts[0]), lambda job: None)
+    return checked.item(job, job.pictures[0])
 
 
 def _bytes_of(shapes: Params) -> int:
@@ -722,8 +736,8 @@ class ModelSet:
         """As ``ServedModel.missing``."""
         return self._served[key.model].missing(key.variant)
 
-    def expected(self, stage: Stage, *, of_tiles: bool = False) -> float:
-        """Return the seconds of a stage of one image alone; ``of_tiles``: the stages draw tiles of a larger image.
+    def expected(self, stage: Stage, *, of_tiles: bool = False) -> Cost:
+        """Return what a stage of one image costs; ``of_tiles``: the stages draw tiles of a larger image.
 
         Raises:
             Rejected: its programs are not ready, and they are not compiled on demand or the size is too large for that;
@@ -738,7 +752,8 @@ class ModelSet:
             raise Rejected(400, "controlnet_unusable", message, param=CONTROLNET)
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
-            return load + group.timings.image(stage.rows)
+            alone = load + group.timings.image(stage.rows)
+            return alone, min(alone, group.timings.shared(stage.rows))
         warm = {size for size, _ in served.sizes(self._warm)}
         on_request = served.on_request and (key.width, key.height) in warm
         if not (self._settings.compile_on_demand or on_request or served.has_programs(key)):
@@ -749,12 +764,8 @@ class ModelSet:
                 f"{key.size} has more pixels than the {most} that this server compiles programs for; ask for fewer"
             )
             raise Rejected(400, "size_not_ready", message, param="width")
-        return load + next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
-
-    def cost(self, stage: Stage, alone: float) -> float:
-        """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
-        group = self._served[stage.group.model].groups.get(stage.group)
-        return alone if group is None else min(alone, group.timings.shared(stage.rows))
+        usual = next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
+        return load + usual, load + usual
 
     def put_on(self, key: GroupKey) -> ServedModel:
         """The model, with its weights on the devices.

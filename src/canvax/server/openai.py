@@ -23,9 +23,9 @@ from canvax.pipelines.references import MOST
 from canvax.server.answers import (
     EventStream,
     client_of,
+    completed,
     data_url,
     decoding,
-    encoded,
     error_headers,
     failure,
     field_error,
@@ -38,7 +38,6 @@ from canvax.server.answers import (
     read_form,
     read_json,
     sent_event,
-    settled,
     submitted,
     watched,
 )
@@ -165,10 +164,7 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 def error(refused: Rejected, request_id: str) -> Response:
     """A refusal as OpenAI's clients read it."""
-    headers = error_headers(refused, request_id)
-    if refused.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(encoded({"error": _error_of(refused)}), refused.status, headers, media_type="application/json")
+    return json_answer({"error": _error_of(refused)}, error_headers(refused, request_id), refused.status)
 
 
 def _error_of(refused: Rejected) -> dict[str, Any]:
@@ -301,9 +297,7 @@ async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Re
     headers = model_header(job)
     if body.stream:
         return EventStream(job, _events(job, kind), headers)
-    await settled(request, job)
-    if job.status is not Status.DONE:
-        raise failure(job)
+    await completed(request, job)
     # DALL-E's default was a URL, and clients that name it and no format, such as LangChain's, read nothing else.
     usual = "url" if (body.model or "").startswith("dall-e-") else "b64_json"
     as_url = (body.response_format or usual) == "url"
