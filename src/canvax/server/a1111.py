@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -446,8 +446,8 @@ class _Session:
         listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
         return json_answer(listed)
 
-    async def refresh(self, look: Callable[..., Any], request: Request) -> Response:
-        await reading(partial(look, self.card(client_of(request)).id, refresh=True))
+    async def refresh(self, kind: Literal["adapters", "embeddings"], request: Request) -> Response:
+        await reading(partial(getattr(self.engine, kind), self.card(client_of(request)).id, refresh=True))
         return json_answer(None)
 
     async def embeddings(self, request: Request) -> Response:
@@ -488,8 +488,8 @@ def routes(engine: Engine) -> list[ApiPath]:
         "png-info": Operation(_png_info, made, ImageInfo, images=True),
         "interrupt": Operation(session.interrupt, "Cancel the job that runs, as A1111's clients do."),
         "skip": Operation(session.interrupt, "Cancel the job that runs, as `interrupt` does."),
-        "refresh-loras": Operation(partial(session.refresh, engine.adapters), "Look for new adapters."),
-        "refresh-embeddings": Operation(partial(session.refresh, engine.embeddings), "Look for new embeddings."),
+        "refresh-loras": Operation(partial(session.refresh, "adapters"), "Look for new adapters."),
+        "refresh-embeddings": Operation(partial(session.refresh, "embeddings"), "Look for new embeddings."),
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
     }
     modules = _always({"module_list": ["none", *_MODULES]})

@@ -183,7 +183,7 @@ class ImageEngine:
         return [job for job in self._book.open() if client in (None, job.request.client)]
 
     def drain(self, seconds: float) -> bool:
-        """Accept no more jobs and finish the accepted ones; those that are not done in time fail. Return if all were."""
+        """Accept no more jobs and finish the accepted ones. Return if all were done in time; the others fail."""
         with self._wake:
             if self._state is State.STARTING:  # nothing was accepted yet
                 return True
@@ -517,7 +517,7 @@ class ImageEngine:
                 self._tell_waits(waits, "")
 
     def _lacking(self, key: GroupKey) -> Callable[[Item], bool]:
-        """Return a predicate: does an image need weights that are missing for a key (its model's or its ControlNets')?"""
+        """Return a predicate: does an image need weights that are missing for a key, of its model or ControlNets?"""
         loaded = self._models.named(key.model).loaded
         return lambda item: item.group.model == key.model and not (loaded and item.group.variant != key.variant)
 

@@ -22,10 +22,10 @@ from canvax.server.metrics import Metrics
 log = logging.getLogger("canvax.server")
 
 KEPT_BYTES = 512 << 20
-"""Of finished files that wait to be fetched."""
+"""Bytes of finished files that wait to be fetched."""
 
 PASSING = ("server_error", "out_of_memory", "draining", "model_unavailable")
-"""Codes of failures that another try may not meet."""
+"""Codes of failures after which a second try may succeed."""
 
 MOST_ATTEMPTS = 2
 """Processes that may be killed while they work on a job; then it fails."""
@@ -38,18 +38,18 @@ _PAUSE = 1.0
 
 
 class JobStore:
-    """All jobs that are known.
+    """All known jobs.
 
     Args:
-        metrics: counts those that end.
-        journal: where they are written; None for nowhere.
-        keep: seconds for which a job can be asked for when it is over.
+        metrics: counts the jobs that end.
+        journal: file of the jobs; None for none.
+        keep: seconds for which a job is kept after its end.
         ended: called with each job that ends, under the lock.
-        log_prompts: whether the log holds them.
+        log_prompts: write prompts into the log.
 
     Attributes:
-        lock: for whoever reads and changes several things at once.
-        changed: with that lock: notified when an image is done, or a job over.
+        lock: held while several values are read and changed together.
+        changed: condition with that lock, notified when an image is done or a job is over.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class JobStore:
         self._counted: set[str] = set()  # jobs of which the journal counts an attempt of this process
         self._begun: Future[None] | None = None
         self.complete = journal is None
-        """Whether all jobs of the journal are known."""
+        """True if all jobs of the journal are known."""
         # Whoever holds the lock must not wait for the disk: what no client waits for is written in this thread.
         self._later = ThreadPoolExecutor(1, "canvax journal")
 
@@ -88,7 +88,8 @@ class JobStore:
             self._journal.close()
 
     def records(self) -> bool:
-        """Whether the journal can be written. Where it could not be, another try begins, and a later call says more."""
+        """Return if the journal can be written. If it could not, try again in the background; a later call has the
+        result."""
         if self._journal is None or self._journal.broken is None:
             return True
         if (now := time.monotonic()) >= self._tries:
@@ -97,7 +98,7 @@ class JobStore:
         return False
 
     def get(self, name: str, client: str) -> Job | None:
-        """A job of this client. Without the lock, for which an event loop cannot wait."""
+        """Return a job of this client, without the lock, for which an event loop cannot wait."""
         job = self._open.get(name)
         if job is None:
             when, job = self._over.get(name, (0.0, None))
@@ -105,15 +106,16 @@ class JobStore:
         return job if job and job.request.client == client else None
 
     def open(self) -> Sequence[Job]:
-        """Those that are not over, oldest first."""
+        """Return the jobs that are not over, oldest first."""
         with self.lock:
             return list(self._open.values())
 
     def earlier(self, job_request: JobRequest) -> Job | None:
-        """The job that an Idempotency-Key names, unless it failed and another try may not.
+        """Return the job of a request's Idempotency-Key; None if there is none, or if it failed and a second try may
+        succeed.
 
         Raises:
-            Rejected: it was another request's.
+            Rejected: the key was used for another request.
         """
         if not job_request.once:
             return None
@@ -167,7 +169,7 @@ class JobStore:
                 self._limited[job.id] = job
 
     def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
-        """The jobs of a journal that are not over, one after the other: each holds its images, decoded."""
+        """Yield the jobs of a journal that are not over, each with its images decoded."""
         for job in self._journal.recover(cancel) if self._journal else ():
             self.enter(job)
             if job.status.over:
@@ -185,17 +187,19 @@ class JobStore:
         self.complete = True
 
     def hold(self, job: Job, refused: Rejected) -> None:
-        """Keep a job of the journal that this server cannot do: it fails later, unless another server is started."""
+        """Keep a job of the journal that this server cannot do. It fails later, unless another server is started
+        first."""
         with self.lock:
             job.hints = (refused.message,)
             self._held[job.id] = time.monotonic() + self._keep, job, refused
 
     def held(self) -> Sequence[tuple[Job, Rejected]]:
-        """The jobs that are kept in this way, and why."""
+        """Return the jobs that ``hold`` keeps, with the reasons."""
         return [(job, refused) for _, job, refused in self._held.values()]
 
     def begins(self, job: Job) -> None:
-        """An image of a job begins; under the lock. Wait for ``counted`` before it can do any harm."""
+        """Count an attempt before an image of a job begins. Call this with the lock, and then ``counted`` without
+        it."""
         if self._journal and job.id not in self._counted:
             self._counted.add(job.id)
             self._begun = self._write_later(self._journal.begun, job)
@@ -215,7 +219,8 @@ class JobStore:
                 begun.result(_PATIENCE)
 
     def finished(self, job: Job, index: int) -> None:
-        """An image has its file; with the last one the job is done. It waits for the disk, without the lock."""
+        """Record that an image has its file; after the last one the job is done. It waits for the disk, without the
+        lock."""
         if self._journal:
             self._journal.finished(job, index)
         with self.lock:
@@ -228,14 +233,15 @@ class JobStore:
                 self.end(job, Status.DONE)
 
     def fail(self, job: Job, code: str, message: str, *, resumes: bool = False) -> None:
-        """A job fails; one that ``resumes`` stays in the journal, for the next server."""
+        """Fail a job. A job that ``resumes`` stays in the journal, for the next server."""
         with self.lock:
             if not job.status.over:
                 job.error = code, message
                 self.end(job, Status.FAILED, parked=resumes and self._journal is not None)
 
     def end(self, job: Job, status: Status, *, parked: bool = False) -> None:
-        """A job is over. Does nothing where it was. ``parked``: for its clients alone, the next server goes on."""
+        """End a job that is not over. If ``parked`` it is over for its clients alone, and the next server continues
+        it."""
         with self.lock:
             if job.status.over:
                 return
@@ -272,7 +278,7 @@ class JobStore:
                     self.fail(job, "timeout", f"the images were not done within {job.request.seconds:g} s")
 
     def until_late(self) -> float | None:
-        """Seconds until ``expire`` has something to do; None if it never has."""
+        """Return the seconds until ``expire`` has something to do; None if it never has."""
         now = time.time()
         ends = [job.created + (job.request.seconds or 0) - now for job in self._limited.values()]
         held = [until - time.monotonic() for until, _, _ in self._held.values()]
@@ -294,7 +300,7 @@ class JobStore:
                 self._write_later(self._journal.forget, *gone)
 
     def _forgets(self) -> float:
-        """Seconds until a job has been kept for long enough."""
+        """Return the seconds until a job has been kept long enough."""
         when = next((when for when, _ in self._over.values()), math.inf)
         return when + self._keep - time.monotonic()
 
@@ -304,7 +310,7 @@ class JobStore:
         return None
 
     def _line(self, job: Job, outcome: str) -> dict[str, Any]:
-        """Of the log: what was asked for, without words or pictures unless they are asked for."""
+        """Return the line of the log: the request without prompts, unless they are asked for, and without images."""
         job_request, picture = job.request, job.pictures[0]
         line = {
             "time": now(), "job": job.id, "client": job_request.client, "model": job.model,

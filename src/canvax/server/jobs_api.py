@@ -66,17 +66,17 @@ from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS,
 from canvax.settings import offered
 
 PREVIEWS = 8
-"""Of an image, where a client wants any."""
+"""Previews of an image, if its client asked for previews."""
 
 COMES = 2.0
-"""Seconds within which a client that wants previews begins to watch its job."""
+"""Seconds within which such a client begins to watch its job."""
 
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
     "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
     "options": "options", "model": "model", "vae": "vae",
 }  # fmt: skip
-"""What metadata calls the fields of a job."""
+"""Names of settings in metadata, and the fields of a job that they become."""
 
 
 _SAME = ("prompt", "negative_prompt", "n", "steps", "guidance_scale", "sampler", "strength", "upscale", "controlnet",
@@ -139,7 +139,7 @@ PREFIXES = ("/api/",)
 
 
 def routes(engine: Engine) -> list[ApiPath]:
-    """The routes under /api."""
+    """Return the paths under /api."""
 
     async def models(_: Request) -> Response:
         cards = [_card(card, default=i == 0) for i, card in enumerate(engine.models())]
@@ -192,7 +192,7 @@ def routes(engine: Engine) -> list[ApiPath]:
         return Response(data, headers=headers, media_type=MEDIA_TYPES[job.request.format])
 
     async def events(request: Request) -> Response:
-        # The job goes on when its watcher leaves: DELETE is what cancels it.
+        # The job continues when its watcher disconnects: only DELETE cancels it.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(job_of(request)), headers=headers, media_type="text/event-stream")
 
@@ -224,13 +224,13 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 
 def error(refused: Rejected, request_id: str) -> Response:
-    """A refusal in this API's form."""
+    """Format a refusal."""
     content = {"error": {"message": refused.message, "code": refused.code, "param": refused.param}}
     return json_answer(content, error_headers(refused, request_id), refused.status)
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """A job as it is sent."""
+    """Return a job as JSON values."""
     code_message = job.error and {"code": job.error[0], "message": job.error[1]}
     return {
         "id": job.id,
@@ -270,7 +270,7 @@ def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
 
 
 def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequest:
-    """What a body asks for. Decodes its images, so it is called off the event loop."""
+    """Make a job request of a body. Call this off the event loop: it decodes images."""
     card = model_named(engine, body.model)
     if body.quality is not None and body.format == "png":
         problem = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
@@ -354,7 +354,7 @@ def _mapped(control: Any, kind: str) -> Any:
 
 
 def _first(control: Any) -> Image.Image | None:
-    """The first control image, whose size is generated if nothing else says otherwise."""
+    """Return the first control image, whose size is the default size of the images."""
     control = None if control is True else control
     while isinstance(control, list | dict):
         control = next((entry for entry in (control.values() if isinstance(control, dict) else control) if entry), None)
@@ -418,7 +418,7 @@ def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
 
 
 def _inspected(data: bytes) -> bytes:
-    """How an image says it was made, as a job that makes it again; no pixel is decoded."""
+    """Return the settings of an image as a job that makes it again; no pixel is decoded."""
     try:
         metadata = metadata_in(io.BytesIO(data), Path("the image"))
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
@@ -432,14 +432,14 @@ def _inspected(data: bytes) -> bytes:
 
 
 def _control_image(data: bytes, kind: str) -> bytes:
-    """The PNG of the control image that ``control_from`` makes of an image file."""
+    """Return a control image of an image file, as ``control_from`` makes it, as PNG."""
     file = io.BytesIO()
     _mapped(Pixels().read("image", data), kind).save(file, "png")
     return file.getvalue()
 
 
 def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an image; of a grid those of its first one."""
+    """Return the recorded settings of an image; for a grid those of its first image."""
     grid = metadata.get("grid")
     return grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
 
@@ -459,7 +459,7 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
         fields["vae"] = public_names([vae])[0]
     options = fields.get("options")
     left_out = []
-    if curve := _curve_in(fields):  # as a setting of its own
+    if curve := _curve_in(fields):  # as a separate setting
         fields["options"] = options = {**(options if isinstance(options, dict) else {}), "sigmas": curve}
     if isinstance(options, dict):
         left_out = [name for name in options if name in NOT_OFFERED]
@@ -488,7 +488,7 @@ def _curve_in(fields: dict[str, Any]) -> str | None:
 
 
 def _fits(field: str, value: Any) -> bool:
-    """Whether a job may say so."""
+    """Check if a field of a job may have a value."""
     try:
         msgspec.convert(value, _TYPES[field])
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""What a server counts and times, for Prometheus. Labels have few values; no prompt, client or id is among them."""
+"""Counters and timings of a server, for Prometheus. Labels have few values, and never prompts, clients or ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
         count, gauge, time = (
             _made(Counter, registry),
             _made(Gauge, registry),
@@ -72,7 +72,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a request that was answered; ``route`` is the beginning of its path."""

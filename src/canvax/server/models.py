@@ -65,13 +65,13 @@ _KINDS = {
     "ReadsImagePrompts": "several images in image_prompt for one adapter",
     "ReadsReferences": "several reference images",
 }
-"""What people call what decides programs."""
+"""Public names of properties that need other programs."""
 
 _ON_DEMAND = "start the server with --compile-on-demand"
-"""What an operator can do, who is often the one who asks."""
+"""The operator's cure; the operator is often also the client."""
 
 _MOST_ROWS = 16
-"""Of an image that is generated for its timings alone."""
+"""Rows of an image that is generated for its timings alone."""
 
 _EXAMPLES = 12
 
@@ -92,10 +92,10 @@ class Warm(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Warm:
-        """What a text such as ``512x512:1,4`` asks for.
+        """Parse a text such as ``512x512:1,4``.
 
         Raises:
-            InputError: it is none.
+            InputError: the text has another form.
         """
         match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
         if not match:
@@ -109,11 +109,11 @@ class Warm(NamedTuple):
 
 
 class Varied(NamedTuple):
-    """A model with other files in or beside it.
+    """A model with files of a variant.
 
     Attributes:
         model: everything but its weights.
-        programs: its programs; those that are compiled are shared with the model as it was loaded.
+        programs: its programs; compiled ones are shared with the model as it was loaded.
         shapes: shapes, dtypes and shardings of its weights.
     """
 
@@ -123,7 +123,7 @@ class Varied(NamedTuple):
 
 
 class Loaded(Protocol):
-    """What ``canvax.load`` gives, as far as a server uses it."""
+    """Result of ``canvax.load``, as far as a server uses it."""
 
     model: Model
     programs: Programs
@@ -132,31 +132,31 @@ class Loaded(Protocol):
 
 
 class ServedModel:
-    """A model that can be asked for.
+    """A model that requests may name.
 
     Args:
-        name: what it is called in requests.
-        load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
-        adapters: that requests may name; None for none.
-        weights: without, it is opened now and loaded when it is first asked for.
-        files: by ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
-        on_demand: whether these may be such as need other programs.
+        name: its name in requests.
+        load: loads it by its name; a second time with ``revision=``, the commit of its weights.
+        adapters: settings of the adapters; None for no adapters.
+        weights: load the weights now; else at the first request.
+        files: for ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
+        on_demand: allow files that need other programs.
 
     Attributes:
-        shelf: the adapters.
-        embeddings: the textual inversions.
-        vaes: the autoencoders of files.
-        controlnets: the networks of files that read control images.
+        shelf: cache of the adapters.
+        embeddings: cache of the textual inversions.
+        vaes: cache of the autoencoders of files.
+        controlnets: cache of the control networks of files.
         model: everything but its weights.
-        groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
-        colours: for previews.
-        sha256: of its file; "" if it is a folder, or until it is computed.
-        safety_checker: looks at finished images, which have no previews then.
-        on_request: whether it was opened without weights, and has no programs before somebody asks for it.
-        used: when it was last run, on the engine's clock.
-        load_seconds: what loading it took the last time.
-        failed: times in a row that it could not be loaded again.
-        retry: when it may be tried again after that, on the engine's clock.
+        groups: groups with their programs ready, by key. Replaced as a whole, so any thread may read it.
+        colours: linear map for previews.
+        sha256: hash of its file; "" for a folder, or until it is computed.
+        safety_checker: checks finished images; images have no previews then.
+        on_request: it was opened without weights, and has no programs before its first request.
+        used: time of its last run, on the engine's clock.
+        load_seconds: seconds of its last loading.
+        failed: consecutive failures to load it again.
+        retry: time of the next attempt to load it, on the engine's clock.
     """
 
     def __init__(
@@ -199,12 +199,12 @@ class ServedModel:
 
     @property
     def loaded(self) -> bool:
-        """Whether its weights are on the devices."""
+        """True if its weights are on the devices."""
         return self.params is not None
 
     @property
     def bytes(self) -> int:
-        """Of its weights, on each device at a time."""
+        """Bytes of its weights on each device at a time."""
         waiting = [size for name, size in self._sizes.items() if name in self._waiting]
         return sum(self._sizes.values()) - sum(waiting) + max(waiting, default=0)
 
@@ -214,7 +214,8 @@ class ServedModel:
         return {name: _bytes_of(part) for name, part in self._shapes.items()}
 
     def _as_served(self, params: Params) -> Params:
-        """Its parameters; of those that wait in the host's memory the denoiser's stay on the devices.
+        """Return its parameters as they are served: the denoiser's stay on the devices, others may wait in the host's
+        memory.
 
         Images are encoded and decoded while others are denoised.
         """
@@ -231,7 +232,7 @@ class ServedModel:
         return {**shapes, ADAPTERS: self.shelf.bank.shapes} if self.shelf else shapes
 
     def put_on(self) -> None:
-        """Load its weights: those of the commit that ``model`` was read from, wherever its branch is now."""
+        """Load its weights, from the same commit as ``model``, whatever its branch is now."""
         if self.params is None:
             pinned = {"revision": self.model.revision} if self.model.revision else {}
             loaded = self._load(self.name, **pinned)
@@ -258,7 +259,8 @@ class ServedModel:
         self.params = None
 
     def idle(self, key: GroupKey | None) -> list[tuple[float, str, Callable[[], None]]]:
-        """What can leave the devices for images of a key: when it was used last, its name, and a function for it."""
+        """Return what can leave the devices for images of a key: time of its last use, name, and a function that frees
+        it."""
         stays = key.variant.controlnets if key and key.model == self.name else None
         beside = [
             (cache.used[name], name, partial(cache.drop, name))
@@ -275,7 +277,7 @@ class ServedModel:
                 group.park()
 
     def of(self, variant: Variant) -> Varied:
-        """The model with the files of a variant; no weights are read."""
+        """Return the model with the files of a variant; no weights are read."""
         if variant not in self._varied:
             made = Varied(self.model, self.programs, self._shapes)
             if variant.controlnets:
@@ -291,12 +293,12 @@ class ServedModel:
         return self._varied[variant]
 
     def bytes_beside(self, variant: Variant) -> int:
-        """Of the weights of a variant's ControlNets, on each device."""
+        """Return the bytes of the weights of a variant's ControlNets on each device."""
         shapes = self.of(variant).shapes
         return sum(_bytes_of(shapes[component_name(i)]) for i in range(len(variant.controlnets)))
 
     def has_programs(self, key: GroupKey) -> bool:
-        """Whether the programs of a key are compiled: for its files, or for others of the same configs."""
+        """Check if the programs of a key are compiled: for its files, or for other files with the same configs."""
         networks = self.of(key.variant).model.networks
         return any(
             other._replace(variant=key.variant) == key and self.of(other.variant).model.networks == networks
@@ -304,16 +306,17 @@ class ServedModel:
         )
 
     def missing(self, variant: Variant) -> str:
-        """What must be loaded for a variant, by its names: the model, or ControlNets; "" if all is on the devices."""
+        """Return the names of the missing weights of a variant: the model's, or ControlNets'; "" if none are
+        missing."""
         if not self.loaded:
             return self.name
         return ", ".join(name for name in variant.controlnets if name not in self.controlnets.held)
 
     def check(self, job_request: JobRequest) -> Checked:
-        """What it is asked for.
+        """Check a request.
 
         Raises:
-            Rejected: naming the field and the cure.
+            Rejected: a field cannot be used.
         """
         vae = self.vaes.find(job_request.vae) if job_request.vae else None
         names = job_request.controlnet or []
@@ -327,8 +330,8 @@ class ServedModel:
         return check(job_request, self.name, self.of(variant).model, self.shelf, self.embeddings, vae, variant)
 
     def loaded_params(self, words: Words = (), vae: str | None = None, controlnets: Sequence[str] = ()) -> Params:
-        """Its weights, which are there, with the vectors of these words, another autoencoder and these ControlNets;
-        with any of them in the engine's thread."""
+        """Return its weights, which are loaded, with the vectors of these words, another autoencoder and these
+        ControlNets. With any of these arguments, call this in the engine's thread."""
         assert self.params is not None
         params = self.params = self.embeddings.fill(self.params, words) if words else self.params
         if vae is not None:
@@ -352,7 +355,7 @@ class ServedModel:
             yield (width, height), entry.batches
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
-        """A group with its programs, compiled or from the cache; in any thread."""
+        """Return a group with its programs, compiled or from the cache. In any thread."""
         model, programs, shapes = self.of(key.variant)
         group = Group(key, model, programs, self.loaded_params, batches)
         if isinstance(announce, Announcer):
@@ -365,8 +368,8 @@ class ServedModel:
         group.draw(group.begin(_thrown_away(shown)), 1)
 
     def time(self, asked: Checked, group: Group) -> None:
-        """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted, which are
-        measured where no earlier process has."""
+        """Run all programs once, for an image that is thrown away: first calls are slower. Measure the costs, unless an
+        earlier process has."""
         carried = group.begin(_thrown_away(asked))
         entry = group.entry(self._shapes)
         known = entry is not None and group.recall(entry, carried)
@@ -386,7 +389,7 @@ class ServedModel:
             self.colours.learn(latents, pixels)
 
     def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
-        """Why there are no programs for a key, and what to ask for in its place; ``of_tiles``: of an upscaled image."""
+        """Return the reason why a key has no programs, and the cure; ``of_tiles``: the key is that of tiles."""
         keys = list(self.groups)
         usual = next((key.kinds for key in keys if key.size == wanted.size), None)
         if usual is None and of_tiles:
@@ -423,12 +426,12 @@ class ServedModel:
 
     @property
     def file(self) -> str:
-        """Its place in the folder of models; "" for a model from elsewhere."""
+        """Path of its file in the folder of models; "" for a model from elsewhere."""
         path, folder = self.model.files.path, data_folder()
         return path.relative_to(folder).as_posix() if folder and path.is_relative_to(folder) else ""
 
     def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:
-        """What clients see of it; ``references``: of a request that edits, at most."""
+        """Return its card; ``references``: the most reference images of a request that edits."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
         networks, edits = model.networks, model.networks.denoiser.facts.edits
@@ -478,7 +481,7 @@ def _thrown_away(checked: Checked) -> Item:
 
 
 def _bytes_of(shapes: Params) -> int:
-    """Bytes on each device."""
+    """Return the bytes on each device."""
     leaves = jax.tree.leaves(shapes)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -488,13 +491,13 @@ _NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
 
 
 def model_names(models: Sequence[str]) -> dict[str, str]:
-    """What each model is called in requests, and where it is. Folders on the disk are the operator's business.
+    """Return the names of models in requests, and their locations. Folders are private to the operator.
 
     Args:
         models: folders, files and Hub ids, each alone or as ``NAME=MODEL``.
 
     Raises:
-        InputError: two would have the same name.
+        InputError: two models would have the same name.
     """
     names: dict[str, str] = {}
     for text in models:
@@ -524,13 +527,13 @@ class Announcer:
         self.progress = ""
 
     def expect(self, count: int) -> None:
-        """The programs of another size come now."""
+        """Begin to count the programs of another size."""
         self._ready, self._all = 0, count
         self.progress = f"0 of {count} programs"
         self._changed()
 
     def __call__(self, build: Build) -> None:
-        """As ``BuildCallback``."""
+        """Count a program; see ``BuildCallback``."""
         if build.seconds is None:
             return
         self._ready += 1
@@ -546,25 +549,25 @@ Batching = Literal["steps", "requests", "none"]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an operator decides.
+    """The operator's settings of the engine.
 
     Attributes:
         warm: sizes and batches whose programs are made before the first request.
-        chunks: of prompts, likewise: 2 is for those of 76 to 150 tokens.
-        references: the most reference images of a request, likewise, of models that edit.
-        on_request: models beside the others that are loaded when somebody asks for them.
-        compile_on_demand: whether a request may wait for a compiler.
-        queue_seconds: work that may wait; more is refused.
-        queue_images: likewise.
+        chunks: chunks of prompts whose programs are made then: 2 is for prompts of 76 to 150 tokens.
+        references: most reference images whose programs are made then, for models that edit.
+        on_request: further models, loaded at their first request.
+        compile_on_demand: requests may wait for a compiler.
+        queue_seconds: seconds of work that may wait; more is refused.
+        queue_images: images that may wait; more are refused.
         rate: images a minute of each client; clients without a key share one rate. None for no limit.
         keep_seconds: how long finished images wait to be fetched.
-        memory: bytes of weights on each device at a time; None for what is free.
-        batching: "steps"; for comparisons also "requests", in which a batch ends before the next one begins, and
-            "none", one image after the other.
-        log_prompts: whether the log holds prompts.
-        adapters: that requests may name; None for none.
+        memory: bytes of weights on each device at a time; None for the free memory.
+        batching: "steps"; for comparisons also "requests" (a batch ends before the next one begins) and "none" (one
+            image after the other).
+        log_prompts: write prompts into the log.
+        adapters: settings of the adapters; None for no adapters.
         output: the folder in which finished images are saved; None for none.
-        stall_seconds: without progress of an engine that has work, after which it counts as failed. Loading weights and
+        stall_seconds: seconds without progress after which an engine with work counts as failed. Loading weights and
             compiling do not count; a call of a device does.
     """
 
@@ -586,13 +589,13 @@ class EngineSettings:
 
 
 FREE_PART = 0.7
-"""Of the free memory, that weights may take; programs and images need some as well."""
+"""Share of the free memory for weights; the rest is for programs and images."""
 
 UNKNOWN_SECONDS = 60.0
-"""Of an image, where nothing was measured yet."""
+"""Seconds of an image if nothing was measured yet."""
 
 MOST_GROUPS = 32
-"""Beside those made at the start, that each model keeps; of more, those that no image needs are forgotten."""
+"""Groups that each model keeps, in addition to those of the start. Further groups that no image needs are forgotten."""
 
 LARGEST = 4
 """Times the pixels of the largest size in ``warm``, that are compiled on demand."""
@@ -708,10 +711,10 @@ class ModelSet:
         return served, served.check(job_request)
 
     def named(self, name: str | None) -> ServedModel:
-        """The model of a name, or the default.
+        """Return the model of a name, or the default.
 
         Raises:
-            Rejected: it is not served.
+            Rejected: no such model is served.
         """
         served = self._served.get(self._names[0] if name is None else name)
         if served is None:
@@ -721,11 +724,12 @@ class ModelSet:
         return served
 
     def group(self, key: GroupKey) -> Group:
-        """Of a key that is ready."""
+        """Return the group of a key that is ready."""
         return self._served[key.model].groups[key]
 
     def groups(self) -> Groups:
-        """The keys that are ready, with when their weights may displace others; None where they are on the devices."""
+        """Return the ready keys, with the time from which their weights may displace others; None if these are on the
+        devices."""
         return {
             key: self._settled if served.missing(key.variant) else None
             for served in self._served.values()
@@ -733,7 +737,7 @@ class ModelSet:
         }
 
     def missing(self, key: GroupKey) -> str:
-        """As ``ServedModel.missing``."""
+        """Return the missing weights of a key; see ``ServedModel.missing``."""
         return self._served[key.model].missing(key.variant)
 
     def expected(self, stage: Stage, *, of_tiles: bool = False) -> Cost:
@@ -768,10 +772,10 @@ class ModelSet:
         return load + usual, load + usual
 
     def put_on(self, key: GroupKey) -> ServedModel:
-        """The model, with its weights on the devices.
+        """Return the model, with its weights on the devices.
 
         Raises:
-            Exception: it cannot be loaded.
+            Exception: the model cannot be loaded.
         """
         served = self._served[key.model]
         if not served.loaded:
@@ -785,7 +789,7 @@ class ModelSet:
         return served
 
     def _hash(self, served: ServedModel) -> None:
-        """Put the hash of a model's file on its card, in a thread of its own: files are large."""
+        """Put the hash of a model's file on its card, in a separate thread, since files are large."""
         path = served.model.files.path
 
         def compute() -> None:
@@ -816,7 +820,7 @@ class ModelSet:
         self._settled = now + PATIENCE * served.load_seconds  # so that loading takes a quarter of the time at most
 
     def loaded(self) -> int:
-        """How many models have their weights on the devices."""
+        """Return how many models have their weights on the devices."""
         return sum(served.loaded for served in self._served.values())
 
     def clear(self) -> None:
@@ -826,10 +830,10 @@ class ModelSet:
                 group.clear()
 
     def build(self, key: GroupKey) -> Group:
-        """Compile for requests, in a thread beside the engine's; ``add`` it then.
+        """Compile programs for requests, in a thread other than the engine's; then ``add`` the group.
 
         Raises:
-            Exception: it cannot be compiled.
+            Exception: a program cannot be compiled.
         """
         served = self._served[key.model]
         usual = next(iter(served.groups.values()), None)
@@ -842,13 +846,12 @@ class ModelSet:
         return group
 
     def add(self, group: Group) -> None:
-        """A group whose programs are ready. Under the engine's lock, as ``trim``."""
+        """Add a group whose programs are ready. With the engine's lock, as ``trim``."""
         served = self._served[group.key.model]
         served.groups = {**served.groups, group.key: group}
 
     def trim(self, used: Callable[[], Collection[GroupKey]]) -> None:
-        """Forget the groups that were not used for longest, where too many were made for requests. In the engine's
-        thread.
+        """Forget the least recently used groups, if too many were made for requests. In the engine's thread.
 
         Args:
             used: the groups of images that wait, are in a batch or are to be decoded.
@@ -878,5 +881,5 @@ class ModelSet:
 
 
 def unavailable(name: str) -> str:
-    """Of a model that cannot be loaded again."""
+    """Return the message about a model that cannot be loaded again."""
     return f"the model {name} cannot be loaded at present; the server's log says why"

@@ -1,9 +1,8 @@
-"""OpenAI's Images API: what openai-python, litellm, LangChain, n8n, Open WebUI and the AI SDK speak.
+"""OpenAI's Images API, for openai-python, litellm, LangChain, n8n, Open WebUI and the AI SDK.
 
-Of its fields these do nothing here: ``quality`` and ``style`` (ask for ``steps``), ``moderation``, ``user``,
-``safety_identifier`` and ``input_fidelity``. Beside them stand canvax's own: seed, negative_prompt, steps,
-guidance_scale, sampler, strength, options. A model that is not known is the default one, since many clients know the
-names of OpenAI's alone.
+These fields have no effect here: ``quality`` and ``style`` (send ``steps``), ``moderation``, ``user``,
+``safety_identifier`` and ``input_fidelity``. canvax adds seed, negative_prompt, steps, guidance_scale, sampler,
+strength, options. An unknown model is the default one, since many clients only know the names of OpenAI's.
 """
 
 from __future__ import annotations
@@ -58,21 +57,21 @@ from canvax.server.jobs import (
 from canvax.server.paths import ApiPath, Operation
 
 _OPENAI_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), (1024, 1792), (1792, 1024)}
-"""What clients ask for that know OpenAI's models alone; they mean no more by it than the proportions."""
+"""Sizes of OpenAI's models. Clients that only know these mean no more by it than the proportions."""
 _PREFIXES = ("/v1", "", "/openai/deployments/{deployment}")
 _FIELDS = {"width": "size", "height": "size", "format": "output_format", "quality": "output_compression"}
-"""What an argument of ``JobRequest`` is called here."""
+"""Arguments of ``JobRequest``, and their names in this API."""
 _NO_USAGE = {
     "input_tokens": 0,
     "output_tokens": 0,
     "total_tokens": 0,
     "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},
 }
-"""Nothing is counted in tokens here, and clients want the numbers."""
+"""Token counts, which clients need and which have no meaning here."""
 
 
 class Generation(Struct):
-    """The body of /images/generations; of /images/edits the fields beside the files."""
+    """The body of /images/generations; for /images/edits the fields without the files."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
     model: str | None = None
@@ -104,7 +103,7 @@ PREFIXES = ("/v1/", "/images/", "/openai/")
 
 
 def routes(engine: Engine) -> list[ApiPath]:
-    """The routes, with /v1, without, and under the names of deployments."""
+    """Return the paths, with /v1, without it, and under the names of deployments."""
 
     async def sign_of_life(_: Request) -> Response:  # for SillyTavern; no word on other origins
         return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
@@ -163,7 +162,7 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 
 def error(refused: Rejected, request_id: str) -> Response:
-    """A refusal as OpenAI's clients read it."""
+    """Format a refusal for OpenAI's clients."""
     return json_answer({"error": _error_of(refused)}, error_headers(refused, request_id), refused.status)
 
 
@@ -221,7 +220,7 @@ def _ask(
 
 
 def _check_together(body: Generation) -> None:
-    """Refuse what would do nothing beside the other fields, in place of passing it over."""
+    """Refuse fields that have no effect with the other fields, instead of ignoring them."""
     lossless = body.output_format in (None, "png") and body.output_compression not in (None, 100)
     for name, idle, why in (
         ("background", body.background == "transparent", "the models here paint no transparency; leave it out"),
@@ -254,7 +253,7 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
 def _edit(
     fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
 ) -> tuple[Generation, list[Image.Image], Image.Image | None]:
-    """The parts of a form; files are decoded here, so this is done off the event loop."""
+    """Return the parts of a form. Call this off the event loop: it decodes files."""
     values: dict[str, Any] = dict(fields)
     for name in {"options", "adapters"} & values.keys():
         try:
@@ -319,7 +318,7 @@ def _shared(job: Job, picture: Picture) -> dict[str, Any]:
 
 
 async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
-    """The events of one job: previews and finished images, several of them where n is more than 1."""
+    """Yield the events of a job: previews and finished images, several if n is more than 1."""
     sent: set[int] = set()
     async for event in watched(job):
         if event is None:

@@ -1,4 +1,4 @@
-"""How many images a minute each key may have."""
+"""Limits of images a minute for each client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that make files of finished images and of previews, beside the engine's own."""
+"""Threads that make files of finished images and of previews."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from canvax.types import HostArray
 log = logging.getLogger("canvax.server")
 
 LEAST_THREADS, MOST_THREADS = 2, 8
-"""That make files: as many as there are cores, within these."""
+"""Threads that make files: as many as there are cores, within these limits."""
 
 HELD = 2
 """Images for each thread that the writer holds at most: one becomes a file, the next one waits."""
@@ -74,16 +74,16 @@ class Threads:
 
 
 class Writer:
-    """Makes files and tells those who wait for them.
+    """Makes files and tells the jobs.
 
     Args:
-        book: records images that are done, and those that failed.
-        metrics: likewise.
+        book: records images that are done, and jobs that failed.
+        metrics: the server's metrics.
         output: the folder in which finished images are saved as well; None for none.
         freed: called whenever there is room for another image.
 
     Attributes:
-        images: that it holds, whose files are not made yet.
+        images: number of images whose files are not made yet.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Writer:
 
     @property
     def room(self) -> int:
-        """How many more images it takes."""
+        """Number of further images that it takes."""
         return max(0, HELD * self._count - self.images - self._previews)
 
     @property
