@@ -304,7 +304,7 @@ class Batch:
         return prompts if len(prompts) > 1 else (*prompts, *prompts)
 
     def _change_prompts(self, active: Mapping[int, Run], flight: InFlight) -> InFlight:
-        """With the other prompts of images that have come to them."""
+        """Replace prompts of images that have come to a row with others."""
         changes = {slot: run.later[run.row] for slot, run in active.items() if run.row in run.later}
         if changes:
             host = jax.tree.map(np.array, jax.device_get(flight))
@@ -366,7 +366,7 @@ class Batch:
         return jax.tree.map(lambda leaf: put(np.zeros(leaf.shape, leaf.dtype), self._split), inputs.memory)
 
     def _put(self, array: HostArray) -> Array:
-        """On the devices, split over the batch, which is filled up with copies of its last entry."""
+        """Put an array on the devices, split over the batch, which is filled up with copies of its last entry."""
         return put(filled(array, self.latents[0]), self._split)
 
 
@@ -386,6 +386,6 @@ def _write(host: InFlight, slot: int, image: InFlight) -> None:
 
 
 def filled(array: HostArray, batch: int) -> HostArray:
-    """``array`` [n, ...] with copies of its last entry behind it: [batch, ...]."""
+    """Return ``array`` [n, ...] with copies of its last entry after it, [batch, ...]."""
     missing = batch - len(array)
     return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)]) if missing else array

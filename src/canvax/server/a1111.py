@@ -887,7 +887,7 @@ def spec_of(sampler: str | None) -> SamplerSpec | None:
 
 
 def _source_images(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
-    """Image and mask, in which white is generated anew."""
+    """Return the image and the mask, in which white is generated anew."""
     image = Pixels().read("init_images", body.init_images[0])
     mask = Pixels().read("mask", body.mask, grey=True) if body.mask else None
     if mask is not None and mask.size != image.size:

@@ -420,7 +420,7 @@ def sent_event(name: str, value: Mapping[str, Any]) -> bytes:
 
 
 def encoded(value: Any) -> bytes:
-    """JSON, where bytes become base64 in one go, in a tenth of the time that text of megabytes takes."""
+    """Encode JSON. Bytes become base64 at once, in a tenth of the time that megabytes of text take."""
     return msgspec.json.encode(value)
 
 
@@ -448,7 +448,7 @@ def one_of(body: Any, *names: str) -> Any:
 
 
 def in_words_of(fields: Mapping[str, str], refused: Rejected) -> tuple[str, str | None]:
-    """Message and field of a refusal, whose first word may have another name in an API."""
+    """Return message and field of a refusal. The first word of the message may have another name in an API."""
     head = _HEAD.match(refused.message)
     if head and head[1] in fields:
         return fields[head[1]] + refused.message[head.end() :], fields[head[1]]

@@ -105,7 +105,7 @@ def public_names(sources: Sequence[str]) -> list[str]:
 
 
 def publicly(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata of an image without the folders of local files; networks have the names of ``public_names``."""
+    """Return metadata of an image without the folders of local files; networks have the names of ``public_names``."""
     metadata = written(metadata)
     changed: dict[str, Any] = {}
     for name in ("controlnet", "ip_adapter", "vae", "text_encoder", "tokenizer"):

@@ -155,19 +155,13 @@ class ImageEngine:
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
         """See ``Engine``."""
-        shelf = self._models.named(model).shelf if self.models() else None
-        if shelf is not None and refresh:
-            shelf.refresh()
-        return shelf.cards() if shelf else ()
+        self.models()
+        return _listed(self._models.named(model).shelf, refresh)
 
     def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
         """See ``Engine``."""
-        if not self.models():
-            return ()
-        cache = self._models.named(model).embeddings
-        if refresh:
-            cache.refresh()
-        return cache.cards()
+        self.models()
+        return _listed(self._models.named(model).embeddings, refresh)
 
     def job(self, name: str, client: str) -> Job | None:
         """See ``Engine``."""
@@ -235,7 +229,7 @@ class ImageEngine:
         job = checked.job(job_request, self._cancel)
         with self._wake:
             costs = self._costs(checked)
-            self._entering[job.id] = room = self._reserved(job_request, checked, costs)
+            self._entering[job.id] = self._reserved(job_request, checked, costs)
         try:
             of_model = () if checked.tiles else hints(reading(served.model, checked.beside.words), checked.request)
             job.hints = tuple(map(str, (*checked.hints, *of_model)))
@@ -246,13 +240,11 @@ class ImageEngine:
                 self._add(job, checked, costs)
                 if self.state is not State.READY:
                     self._book.fail(job, "draining", _STOPPED, resumes=True)
-        except Rejected:
-            if self._rates:
-                self._rates.add(job_request.client, room.images)
-            raise
         finally:
             with self._wake:
-                self._entering.pop(job.id, None)
+                room = self._entering.pop(job.id, None)
+            if room and self._rates:  # the job was not entered
+                self._rates.add(job_request.client, room.images)
         job.request = without_pixels(job_request)  # the items hold what is still needed
         self._metrics.submitted.labels(job.model).inc()
         return job
@@ -418,7 +410,7 @@ class ImageEngine:
             self._wake.notify_all()
 
     def _wait(self) -> bool:
-        """Until there is something to do; False when it is time to stop."""
+        """Wait until there is something to do. Return False when it is time to stop."""
         self._began, self._worked = time.perf_counter(), 0.0
         with self._wake:
             while not self._closed and not self._can_decode() and self._leader() is None:
@@ -470,7 +462,7 @@ class ImageEngine:
         return {item.job for item in images if item.status is Status.RUNNING and not self._queue.waits(item)}
 
     def _turn(self) -> None:
-        """Some rows of one batch, and what is finished decoded."""
+        """Run some rows of one batch, and decode finished images."""
         self._leading = None
         with self._wake:
             self._book.expire()
@@ -671,7 +663,7 @@ class ImageEngine:
             return None
 
     def _start_over(self) -> None:
-        """After something unforeseen: everything that has begun fails, and what was about to."""
+        """Fail everything that has begun or was about to, after an unexpected error."""
         self._models.clear()
         with self._wake:
             for item in (*self._queue.begun, *self._in_decoder(), *([self._leading] if self._leading else ())):
@@ -754,10 +746,18 @@ class ImageEngine:
                 self._metrics.memory.labels(str(device.id)).set(used)
 
 
+def _listed(cache: Any, refresh: bool) -> Sequence[Any]:
+    """Return the cards of a cache of files; ``refresh``: look into the folder again."""
+    if cache and refresh:
+        cache.refresh()
+    return cache.cards() if cache else ()
+
+
 def _alone(costs: Costs) -> float:
     return sum(alone for alone, _ in costs)
 
 
 def _seconds(items: Sequence[Item]) -> float:
-    """Until all images of a job are done that has its turn: the last one takes as long as alone, at least."""
+    """Return the seconds until all images of a job are done, from its turn on: at least those of its slowest image
+    alone."""
     return max([sum(item.cost for item in items), *(item.left for item in items)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 from canvax.families.base import Model
 from canvax.noise import NoiseKind
@@ -75,27 +74,16 @@ class Enlarged:
     Args:
         tiles: the tiles.
         previews: number of previews that the client asked for.
-
-    Attributes:
-        source: the image, enlarged.
     """
 
     def __init__(self, tiles: Tiles, *, previews: int) -> None:
-        self._tiles, self._previews, self.source = tiles, previews, tiles.large
+        self.tiles, self._previews = tiles, previews
         self._lock, self._added = threading.Lock(), 0
 
     def add(self, tile: int, pixels: HostArray) -> tuple[bool, int | None]:
         """Add a tile [H, W, C]. Return if it was the last, and the number of the preview that is due now, if any."""
-        self._tiles.add(tile, pixels)
+        self.tiles.add(tile, pixels)
         with self._lock:
             before, self._added = self._added, self._added + 1
-            due, had = (done * (self._previews + 1) // len(self._tiles) for done in (self._added, before))
-            return self._added == len(self._tiles), due - 1 if had < due <= self._previews else None
-
-    def pixels(self) -> HostArray:
-        """Return the image so far [H, W, C] float32."""
-        return self._tiles.pixels()
-
-    def metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata of the image, from that of a tile."""
-        return self._tiles.recorded(metadata)
+            due, had = (done * (self._previews + 1) // len(self.tiles) for done in (self._added, before))
+            return self._added == len(self.tiles), due - 1 if had < due <= self._previews else None

@@ -269,7 +269,7 @@ class Group:
             self._batch.join({slot: self.begin(item) for slot, item in joining.items()})
 
     def step(self) -> list[tuple[Item, HostArray]]:
-        """Some rows of all that are in flight; those that are finished, with their latents [h, w, C]."""
+        """Run some rows of all images in flight. Return the finished images, with their latents [h, w, C]."""
         assert self._batch is not None
         self.used = time.monotonic()
         began, seats = time.perf_counter(), list(enumerate(self._seats))
@@ -309,7 +309,8 @@ class Group:
         return np.asarray(self._ready["decoder"](params, sent))[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
-        """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.
+        """Take everything off the devices, as after a fault. Return the images, which begin again and can be seated
+        again.
 
         ``smaller``: never use the present batch again, which is not the smallest.
         """

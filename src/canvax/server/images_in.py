@@ -31,44 +31,29 @@ class Pixels:
         """Decode a file, or the base64 text of one, as ``colours`` returns it.
 
         Raises:
-            Rejected: see ``bytes_of_text``, ``image_of_bytes`` and ``colours``.
+            Rejected: see ``decode``, ``bytes_of_text`` and ``colours``.
         """
         return colours(name, self.decode(name, bytes_of_text(name, sent) if isinstance(sent, str) else sent), grey=grey)
 
     def decode(self, name: str, data: bytes) -> Image.Image:
-        """Decode a file, with its transparency.
+        """Decode a PNG, JPEG or WebP, turned upright, with its transparency; ``name`` is the field, for errors.
 
         Raises:
-            Rejected: see ``image_of_bytes``; the header of a file with too many pixels is refused before decoding.
+            Rejected: the file is of another kind, too large, animated or damaged.
         """
-        image = image_of_bytes(name, data, self._left)
-        self._left -= image.width * image.height
-        return image
-
-
-def image_of_bytes(name: str, data: bytes, most: int = MOST_PIXELS) -> Image.Image:
-    """Decode a file, turned upright, with its transparency.
-
-    Args:
-        name: name of the field, for errors.
-        data: bytes of a PNG, JPEG or WebP.
-        most: limit of pixels.
-
-    Raises:
-        Rejected: the file is of another kind, too large, animated or damaged.
-    """
-    try:
-        with Image.open(BytesIO(data), formats=tuple(dict.fromkeys(FORMATS.values()))) as image:
-            _check(name, image, most)
-            image.load()
-            return ImageOps.exif_transpose(image)
-    except UnidentifiedImageError:
-        raise _refused(name, "is not a PNG, JPEG or WebP; send one") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_large(name) from None
-    except (OSError, ValueError, SyntaxError, RuntimeError, EOFError, KeyError, IndexError, TypeError, ArithmeticError):
-        # Pillow's own words may hold addresses of memory.
-        raise _refused(name, "is damaged; save it again and send that") from None
+        try:
+            with Image.open(BytesIO(data), formats=tuple(dict.fromkeys(FORMATS.values()))) as image:
+                _check(name, image, self._left)
+                image.load()
+                self._left -= image.width * image.height
+                return ImageOps.exif_transpose(image)
+        except UnidentifiedImageError:
+            raise _refused(name, "is not a PNG, JPEG or WebP; send one") from None
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise _too_large(name) from None
+        except (OSError, ValueError, SyntaxError, RuntimeError, LookupError, TypeError, ArithmeticError, EOFError):
+            # Pillow's own words may hold addresses of memory.
+            raise _refused(name, "is damaged; save it again and send that") from None
 
 
 def _check(name: str, image: Image.Image, most: int) -> None:

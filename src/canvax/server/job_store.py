@@ -68,7 +68,7 @@ class JobStore:
         self._open: OrderedDict[str, Job] = OrderedDict()
         self._over: OrderedDict[str, tuple[float, Job]] = OrderedDict()
         self._once: dict[tuple[str, str], Job] = {}
-        self._claimed: set[object] = set()
+        self._claimed: set[tuple[str, str]] = set()
         self._limited: dict[str, Job] = {}
         self._held: OrderedDict[str, tuple[float, Job, Rejected]] = OrderedDict()
         self._tries = 0.0
@@ -76,7 +76,7 @@ class JobStore:
         self._begun: Future[None] | None = None
         self.complete = journal is None
         """True if all jobs of the journal are known."""
-        # Whoever holds the lock must not wait for the disk: what no client waits for is written in this thread.
+        # No thread with the lock may wait for the disk: writes that no client waits for are made in this thread.
         self._later = ThreadPoolExecutor(1, "canvax journal")
 
     def close(self) -> None:
@@ -88,8 +88,7 @@ class JobStore:
             self._journal.close()
 
     def records(self) -> bool:
-        """Return if the journal can be written. If it could not, try again in the background; a later call has the
-        result."""
+        """Return if the journal can be written. If not, try again in the background, for a later call."""
         if self._journal is None or self._journal.broken is None:
             return True
         if (now := time.monotonic()) >= self._tries:
@@ -111,17 +110,14 @@ class JobStore:
             return list(self._open.values())
 
     def earlier(self, job_request: JobRequest) -> Job | None:
-        """Return the job of a request's Idempotency-Key; None if there is none, or if it failed and a second try may
-        succeed.
+        """Return the job of a request's Idempotency-Key; None without one, or if it failed and may be tried again.
 
         Raises:
             Rejected: the key was used for another request.
         """
-        if not job_request.once:
-            return None
         with self.lock:
             self.forget()
-            job = self._once.get((job_request.client, job_request.once))
+            job = self._once.get((job_request.client, job_request.once or ""))
         if job is not None and job.status is Status.FAILED and job.error and job.error[0] in PASSING:
             return None
         if job is not None and without_pixels(job.request) != without_pixels(job_request):
@@ -135,7 +131,10 @@ class JobStore:
         Raises:
             Rejected: as ``earlier``.
         """
-        key = (job_request.client, job_request.once) if job_request.once else object()
+        if not job_request.once:
+            yield None
+            return
+        key = job_request.client, job_request.once
         with self.changed:
             self.changed.wait_for(lambda: key not in self._claimed)
             self._claimed.add(key)
@@ -187,8 +186,7 @@ class JobStore:
         self.complete = True
 
     def hold(self, job: Job, refused: Rejected) -> None:
-        """Keep a job of the journal that this server cannot do. It fails later, unless another server is started
-        first."""
+        """Keep a job of the journal that this server cannot do. It fails later, if no other server starts first."""
         with self.lock:
             job.hints = (refused.message,)
             self._held[job.id] = time.monotonic() + self._keep, job, refused
@@ -198,14 +196,13 @@ class JobStore:
         return [(job, refused) for _, job, refused in self._held.values()]
 
     def begins(self, job: Job) -> None:
-        """Count an attempt before an image of a job begins. Call this with the lock, and then ``counted`` without
-        it."""
+        """Count an attempt before an image of a job begins. Call this with the lock, then ``counted`` without it."""
         if self._journal and job.id not in self._counted:
             self._counted.add(job.id)
             self._begun = self._write_later(self._journal.begun, job)
 
     def rests(self, *jobs: Job) -> None:
-        """No image of these jobs is at work: if the process is killed now it was not for them. Under the lock."""
+        """Take back attempts at jobs without an image at work: they cannot kill the process now. With the lock."""
         counted = [job for job in jobs if job.id in self._counted]
         if self._journal and counted:
             self._counted -= {job.id for job in counted}
@@ -219,8 +216,7 @@ class JobStore:
                 begun.result(_PATIENCE)
 
     def finished(self, job: Job, index: int) -> None:
-        """Record that an image has its file; after the last one the job is done. It waits for the disk, without the
-        lock."""
+        """Record that an image has its file; after the last one the job is done. Waits for the disk, without lock."""
         if self._journal:
             self._journal.finished(job, index)
         with self.lock:
@@ -240,8 +236,7 @@ class JobStore:
                 self.end(job, Status.FAILED, parked=resumes and self._journal is not None)
 
     def end(self, job: Job, status: Status, *, parked: bool = False) -> None:
-        """End a job that is not over. If ``parked`` it is over for its clients alone, and the next server continues
-        it."""
+        """End a job that is not over. A ``parked`` job is over for its clients; the next server continues it."""
         with self.lock:
             if job.status.over:
                 return
@@ -305,7 +300,7 @@ class JobStore:
         return when + self._keep - time.monotonic()
 
     def _write_later(self, write: Callable[..., None], *jobs: Job) -> Future[None] | None:
-        with suppress(RuntimeError):  # the book is closed
+        with suppress(RuntimeError):  # the store is closed
             return self._later.submit(write, *jobs)
         return None
 
@@ -326,7 +321,7 @@ class JobStore:
 
 
 def reason(error: Exception) -> tuple[str, str]:
-    """Code and message for a job that a fault ends."""
+    """Return the code and the message of a job that an error ends."""
     if is_out_of_memory(error):
         return "out_of_memory", "the devices have too little memory for this image; ask for a smaller one"
     if isinstance(error, CanvaxError):

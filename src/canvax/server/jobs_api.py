@@ -324,7 +324,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
 
 
 def _control(value: Any, pixels: Pixels) -> Any:
-    """Control images, decoded, in the form in which they were sent."""
+    """Decode control images, in the form in which they were sent."""
     if isinstance(value, list):
         return [_control(entry, pixels) for entry in value]
     if isinstance(value, dict):
@@ -335,7 +335,7 @@ def _control(value: Any, pixels: Pixels) -> Any:
 
 
 def _mapped(control: Any, kind: str) -> Any:
-    """Control images made of the images that were sent, such as their edges.
+    """Make control images of the images that were sent, such as their edges.
 
     Raises:
         Rejected: there is no such kind, or no image.
@@ -362,7 +362,7 @@ def _first(control: Any) -> Image.Image | None:
 
 
 def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixels) -> list[PromptImage] | None:
-    """Image prompts, decoded."""
+    """Decode image prompts."""
     if value is None:
         return None
     prompts = [NewPrompt(value)] if isinstance(value, str) else value if isinstance(value, list) else [value]
@@ -379,7 +379,7 @@ def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixel
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
-    """Server-sent events; begins with how the job is, and what is done already."""
+    """Yield server-sent events, first the present state of the job and its finished images."""
     sent: set[int] = set()
     began = None if job.status.over else Changed(job.status)
     yield sent_event("job", job_json(job))
@@ -445,7 +445,7 @@ def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata as ``settings``, fields of a job that makes the image again, and ``missing``, names of the rest."""
+    """Return ``settings``, fields of a job that makes an image again, and ``missing``, names of its other settings."""
     recorded = recorded_in(metadata)
     lost = lost_settings(recorded)
     given = {name: value for name, value in recorded.items() if name in _FIELDS and name not in lost}

@@ -341,7 +341,7 @@ class ServedModel:
         return self.shelf.beside(params) if self.shelf else params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
-        """Width, height and batches to warm.
+        """Yield width, height and batches to warm.
 
         Raises:
             InputError: the model cannot have such a size.
@@ -824,7 +824,7 @@ class ModelSet:
         return sum(served.loaded for served in self._served.values())
 
     def clear(self) -> None:
-        """Everything off the devices but weights, as after a fault."""
+        """Take everything off the devices but weights, as after a fault."""
         for served in self._served.values():
             for group in served.groups.values():
                 group.clear()

@@ -21,10 +21,10 @@ from starlette.responses import Response
 from canvax.pipelines.references import MOST
 from canvax.server.answers import (
     EventStream,
+    asked,
     client_of,
     completed,
     data_url,
-    decoding,
     error_headers,
     failure,
     field_error,
@@ -41,7 +41,7 @@ from canvax.server.answers import (
     watched,
 )
 from canvax.server.fields import Scale, Seed, Side, Steps, Strength
-from canvax.server.images_in import Pixels, colours, image_of_bytes, transparent_mask
+from canvax.server.images_in import Pixels, colours, transparent_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Engine,
@@ -117,14 +117,9 @@ def routes(engine: Engine) -> list[ApiPath]:
         return await _answer(request, await submitted(request, engine, job_request), body, "image_generation")
 
     async def edit(request: Request) -> Response:
-        job, body = await decoding(edited, request, *await read_form(request))
+        body, images, masks = _parts_of(*await read_form(request))
+        job = await asked(request, engine, lambda: _ask(request, engine, body, *_decoded(images, masks)))
         return await _answer(request, job, body, "image_edit")
-
-    def edited(
-        request: Request, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
-    ) -> tuple[Job, Generation]:
-        body, images, mask = _edit(fields, files)
-        return engine.submit(_ask(request, engine, body, images, mask)), body
 
     async def vary(_: Request) -> Response:
         raise Rejected(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")
@@ -233,7 +228,7 @@ def _check_together(body: Generation) -> None:
 
 
 def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple[int | None, int | None]:
-    """Width and height to ask for; a size that can only be meant for OpenAI's models becomes the nearest one here."""
+    """Return width and height. A size that only OpenAI's models have becomes the nearest one of this model."""
     if body.size in (None, "", "auto"):
         if image is None or body.width or body.height:
             return body.width, body.height
@@ -250,10 +245,10 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
     return size if known else nearest_size(card, size)
 
 
-def _edit(
+def _parts_of(
     fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
-) -> tuple[Generation, list[Image.Image], Image.Image | None]:
-    """Return the parts of a form. Call this off the event loop: it decodes files."""
+) -> tuple[Generation, list[bytes], list[bytes]]:
+    """Return the fields of a form, its images, and at most one mask."""
     values: dict[str, Any] = dict(fields)
     for name in {"options", "adapters"} & values.keys():
         try:
@@ -276,16 +271,21 @@ def _edit(
         raise _wrong_number(f"{len(images)} images", f"send one, or up to {MOST} to a model that edits")
     if len(masks) > 1:
         raise _wrong_number(f"{len(masks)} masks", "send at most one")
+    return body, images, masks
+
+
+def _decoded(images: Sequence[bytes], masks: Sequence[bytes]) -> tuple[list[Image.Image], Image.Image | None]:
+    """Decode images and their mask. Call this off the event loop."""
     pixels = Pixels()
     decoded = [pixels.decode("image", data) for data in images]
     image, shown = decoded[0], [colours("image", image) for image in decoded]
     if not masks:
-        return body, shown, None
-    mask = image_of_bytes("mask", masks[0])
+        return shown, None
+    mask = Pixels().decode("mask", masks[0])
     if mask.size != image.size:
         sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
         raise Rejected(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
-    return body, shown, transparent_mask("mask", mask)
+    return shown, transparent_mask("mask", mask)
 
 
 def _wrong_number(number: str, cure: str) -> Rejected:

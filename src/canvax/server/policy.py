@@ -199,7 +199,7 @@ class Queue(Generic[WorkT]):
         return sum(len(line.order) for (_, name, _), line in self._lines.items() if name == group)
 
     def ranked(self, works: Iterable[WorkT]) -> list[WorkT]:
-        """In the order in which they come."""
+        """Return images in their order."""
         return sorted(works, key=self._rank)
 
     def _runnable(self, groups: Groups, now: float, may: Callable[[Sequence[WorkT]], Sequence[WorkT]]) -> list[WorkT]:

@@ -245,7 +245,7 @@ class Item:
         for stage in self.stages[self.at :]:
             yield from inputs_of(stage.request)
         if self.whole:
-            yield self.whole.source
+            yield self.whole.tiles.large
 
     @property
     def left(self) -> float:
@@ -294,7 +294,7 @@ class Item:
             fields["vae"] = self.beside.vae
         if names := self.group.variant.controlnets:
             fields["controlnet"] = list(names)
-        return self.whole.metadata(fields) if self.whole else fields
+        return self.whole.tiles.recorded(fields) if self.whole else fields
 
 
 def inputs_of(request: Request) -> Iterator[Image.Image]:

@@ -184,7 +184,7 @@ class Writer:
                 item.status = Status.DONE
                 last, number = item.whole.add(item.tile, pixels)
                 number = number if job.looked_at else None
-                pixels = item.whole.pixels() if last or number is not None else pixels
+                pixels = item.whole.tiles.pixels() if last or number is not None else pixels
                 if number is not None:
                     self._preview(served, item, pixels, None, item.progress().step, number)
                 if not last:
