@@ -130,6 +130,7 @@ PACKAGE = DOCS.parent / "src" / "canvax"
 ROOMS = (
     *("families", "flax_api", "images", "kernels", "models", "parallel", "planning", "prompts", "samplers", "scale"),
     *("tokenizers", "train", "weights", "denoise.py", "nn.py", "noise.py", "params.py", "quantize.py"),
+    *("engine", "server"),
 )
 """Parts of the package whose docstrings and comments are checked."""
 

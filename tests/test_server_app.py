@@ -720,19 +720,6 @@ def test_a_file_of_keys_that_cannot_be_read(tmp_path: Path) -> None:
 # Rates and other sites.
 
 
-def test_rates() -> None:
-    with web(Settings(keys=keys_of(alice=ALICE, bob=BOB), rate=2)) as site:
-        for _ in range(2):
-            site.submit(bearer(ALICE))
-        for api, path in APIS.items():
-            answer = site.http.post(path, json=body_of(api), headers=bearer(ALICE))
-            check_refused(api, answer, 429)
-            assert 1 <= int(answer.headers["retry-after"]) <= 30
-        site.submit(bearer(BOB))
-        assert site.http.get("/api/models", headers=bearer(ALICE)).status_code == 200
-        assert len(site.engine.asks) == 3
-
-
 def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("canvax.server.rates.time.monotonic", lambda: now[0])

@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from canvax.server.app import Settings
 from canvax.server.guard import Guard
-from canvax.server.jobs import Rejected, State
+from canvax.server.jobs import State
 from canvax.server.logs import JsonLines
 from canvax.server.rates import Rates
 from tests.support.web_site import APIS, Web, body_of, check_refused, web
@@ -78,24 +77,6 @@ def test_settings_of_an_image_are_such_as_a_job_may_have(
     told = site.http.post("/api/inspect", content=described(text)).json()
     assert (told["settings"], sorted(told["missing"])) == (settings, sorted(missing))
     assert told["metadata"]
-
-
-def test_a_rate_counts_images_that_are_accepted() -> None:
-    with web(Settings(rate=4)) as site:
-        post = site.http.post
-        for _ in range(10):
-            assert post("/api/inspect", content=b"").status_code == 400
-            check_refused("own", post("/api/jobs", json={"prompt": 1}), 400)
-        site.engine.refusal = Rejected(429, "queue_full", "later", retry_after=1)
-        for _ in range(10):
-            assert check_refused("own", post("/api/jobs", json={"prompt": "x"}), 429)["error"]["code"] == "queue_full"
-        site.engine.refusal = None
-        once = {"Idempotency-Key": "once"}
-        assert len({site.submit(once, n=2, seed=1)["id"] for _ in range(2)}) == 1
-        site.submit(n=2)
-        answer = post("/v1/images/generations", json={"prompt": "x"})
-        assert check_refused("openai", answer, 429)["error"]["code"] == "rate_limit_exceeded"
-        assert 1 <= int(answer.headers["retry-after"]) <= 15
 
 
 def test_more_than_a_minutes_worth_leaves_a_debt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors.numpy import save_file
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -30,7 +29,6 @@ from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import ServedModel, model_names
-from canvax.server.rates import Rated, Rates
 from canvax.server.work import check
 from tests.support import server_stub
 from tests.support.server_stub import StubEngine, accept
@@ -266,30 +264,6 @@ def test_ready_says_that_jobs_cannot_be_recorded() -> None:
 
 
 # Rates, recovery, and clients that are gone.
-
-
-def test_tiles_count_for_the_rate_as_images() -> None:
-    class Tiled(StubEngine):
-        def submit(self, ask: JobRequest) -> Job:
-            job = super().submit(ask)
-            job.tiles = 20 if ask.upscale else 0
-            return job
-
-    rates = Rates(10)
-    engine = Rated(Tiled(), rates)
-    for _ in range(2):  # the second time it is the same job, which costs nothing
-        engine.submit(JobRequest("x", client="a", once="k"))
-    engine.submit(JobRequest("x", image=Image.new("RGB", (64, 64)), upscale=2.0, client="a"))
-    with pytest.raises(Rejected) as refused:
-        engine.submit(JobRequest("x", client="a"))
-    assert refused.value.retry_after == pytest.approx(12 * 6, abs=1)  # a debt of 11
-    engine.submit(JobRequest("x", client="b"))
-
-
-def test_an_upscale_says_how_many_tiles_it_has() -> None:
-    asked = check(JobRequest("x", image=Image.new("RGB", (64, 64)), upscale=3.0, seed=1), "emoji", MODEL)
-    assert asked.job(JobRequest("x"), lambda job: None).tiles == asked.images == 25
-    assert check(JobRequest("x", n=3), "emoji", MODEL).job(JobRequest("x"), lambda job: None).tiles == 0
 
 
 @pytest.mark.parametrize("api", ["/v1/images/generations", "/api/jobs"])
