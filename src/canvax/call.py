@@ -1,6 +1,6 @@
 """The settings of ``canvax.load`` and of a call, each declared once: arguments, and options that are seldom changed.
 
-Keywords, flags, columns of batch jobs, JSON fields, PNG texts and the tables of the docs are read off these records
+Keywords, flags, columns of batch jobs, JSON fields, PNG texts and the tables of the docs are derived from these records
 (``canvax.settings``). ``canvax.pipelines.options.Options`` adds the checks of several options together.
 """
 
@@ -30,8 +30,8 @@ class GuidanceRule(Protocol):
 
 
 GuidanceFunction = Callable[..., Any] | GuidanceRule
-"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C], or with ``row``; or a rule that says more:
-docs/guidance.md."""
+"""A function (negative, conditional, scale) -> guided of denoised images [B, h, w, C], also with ``row``; or a rule
+(docs/guidance.md)."""
 Tiling = Literal["auto", "on", "off"]
 NoiseKind = Literal["philox", "torch"]
 PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
@@ -45,23 +45,23 @@ HiresMethod = Literal["pixel", "latent"]
 Quantize = Literal["int8", "float8", "int8-w8a8", "float8-w8a8"]
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction"]
 STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
-"""Default strengths: of a whole image, and of a masked one."""
+"""Default strengths for a whole image, and for a masked one."""
 HIRES_STRENGTHS: Mapping[HiresMethod, float] = {"pixel": 0.4, "latent": 0.7}
 """Default strengths of the second pass: below 0.55 or so enlarged latents stay blurred."""
 
 MAX_SIDE = 16384
-"""Pixels of a side of an image."""
+"""The most pixels of a side of an image."""
 MAX_SEED = 2**64 - 1
 MOST_IMAGES = 65536
-"""Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
+"""The most images of one call: no machine holds the latents of more, and their prompts would fill its memory."""
 MOST_STEPS = 10_000
-"""No noise schedule has so many timesteps; a list of noise levels has as many numbers at most."""
+"""The most steps, and numbers in a list of noise levels: no noise schedule has so many timesteps."""
 MOST_GUIDANCE = 10_000
-"""No image survives a larger guidance scale, so that a number above it is a slip."""
+"""The largest guidance scale: images are destroyed long before, so a larger number is a mistake."""
 MOST_VECTORS = 75
-"""Vectors of a trained word: the tokens of a prompt of CLIP."""
+"""The most vectors of a trained word: the tokens of a prompt of CLIP."""
 MOST_TRAINED = 1_000_000
-"""Pixels of a side of an image that a model was trained on."""
+"""The most pixels of a side of an image that a model was trained on."""
 
 MODEL = "model"
 DEVICES = "devices"
@@ -83,7 +83,7 @@ _NO_LATENTS = "latents do not go over the wire"
 
 
 def read_levels(name: str, value: Any) -> Any:
-    """Noise levels as a tuple, also of text with commas; the name of a curve as it is."""
+    """Read noise levels, also from text with commas, as a tuple; return the name of a curve unchanged."""
     if isinstance(value, str) and re.match(r"\s*[a-zA-Z_]", value):
         return value
     numbers = numbers_of(value)
@@ -93,7 +93,7 @@ def read_levels(name: str, value: Any) -> Any:
 
 
 def read_guidance_method(name: str, value: Any) -> Any:
-    """A kind of guidance, or a function or rule, by which its program is found again."""
+    """Read a kind of guidance, a function or a rule, which is a part of the key of its program."""
     if callable(value) or hasattr(value, "denoised"):
         if denoised := getattr(value, "denoised", None):
             check_function(name, denoised, 1, "(seen), a canvax.guidance.Evaluated")
@@ -112,7 +112,7 @@ def read_guidance_method(name: str, value: Any) -> Any:
 
 
 def takes_row(rule: Callable[..., Any]) -> bool:
-    """Whether a rule of guidance has a parameter ``row``, and so is given the evaluation that it guides."""
+    """Return True if a rule of guidance has a parameter ``row``, for the evaluation that it guides."""
     try:
         return "row" in signature(rule).parameters
     except (TypeError, ValueError):  # functions of C may have no signature
@@ -120,7 +120,7 @@ def takes_row(rule: Callable[..., Any]) -> bool:
 
 
 def read_pairs(name: str, value: Any) -> tuple[str, ...]:
-    """Settings by name as ``name=value`` texts, the value in JSON."""
+    """Read settings by name; return them as ``name=value`` texts, with the value in JSON."""
     if isinstance(value, Mapping):
         value = [f"{key}={json.dumps(each, default=_plain)}" for key, each in value.items()]
     if isinstance(value, str):
@@ -132,7 +132,7 @@ def read_pairs(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """An array as lists, a number of NumPy as Python's, for JSON."""
+    """Return an array as lists and a number of NumPy as Python's, for JSON."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
@@ -140,7 +140,7 @@ _SIDES = ("left", "top", "right", "bottom")
 
 
 def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
-    """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
+    """Read pixels on each side, also from text: ``left=64,right=64``, or four numbers."""
     cure = "for example left=64,right=64, or four numbers: left, top, right, bottom"
     wrong = InputError(name, "is not pixels by side", cure=cure, value=value)
     if isinstance(value, str):
@@ -164,7 +164,7 @@ def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The arguments of ``canvax.load``. What files, the Hub and JAX have to say is checked where they are asked."""
+    """The arguments of ``canvax.load``. Files, Hub ids and values of JAX are checked when they are used."""
 
     model: Any = setting(
         "emoji", "a folder, a safetensors or GGUF file, a Hub id owner/name, or emoji, which is in the package",
@@ -242,14 +242,14 @@ class Load:
 
 
 LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
-"""Arguments of ``canvax.load`` that say where files come from."""
+"""Arguments of ``canvax.load`` about the source of files."""
 PARTS = ("vae", "prediction_type", "text_encoder", "tokenizer", "scheduler")
-"""Those that stand in for parts of the model."""
+"""Arguments of ``canvax.load`` that replace parts of the model."""
 
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """What flags have besides arguments of ``canvax.load``: ``pipe.with_ip_adapter`` takes two of them."""
+    """Flags of models in addition to ``Load``: two of them are arguments of ``pipe.with_ip_adapter``."""
 
     data_dir: str | None = setting(
         None, "folder of models as A1111 or ComfyUI have it, whose files are called by name", unset="CANVAX_DATA_DIR",
@@ -266,7 +266,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of a call as they were given, unchecked; None is the model's default."""
+    """The unchecked arguments of a call; None is the model's default."""
 
     prompt: Any = setting(help="what to show; a list gives an image of each", group="prompt", also=("prompts",))
     negative_prompt: Any = setting(
@@ -357,7 +357,7 @@ class Enlarging:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """What flags and rows of files have in place of arguments that are images."""
+    """Settings of flags and rows of files that replace arguments with images."""
 
     reference: Any = setting(
         None, "a further reference image for a model that edits images; the first is --image", group=IMAGE,

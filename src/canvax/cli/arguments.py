@@ -1,4 +1,4 @@
-"""The command line's parser. It takes the flag names of diffusers and those of A1111 and its relatives."""
+"""The parser of the command line. It also takes the flag names of diffusers, A1111 and related programs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt":
 
 
 class _Version(argparse.Action):
-    """Prints versions without starting a JAX backend, or even importing JAX."""
+    """An action that prints versions without starting a JAX backend, or even importing JAX."""
 
     def __call__(self, *_: Any) -> NoReturn:
         say(", ".join(f"{name} {number}" for name, number in versions().items()))
@@ -86,7 +86,7 @@ class _Version(argparse.Action):
 
 
 def versions() -> dict[str, str]:
-    """Versions of canvax, JAX and Python."""
+    """Return the versions of canvax, JAX and Python."""
     numbers = {"canvax": __version__}
     for name in ("jax", "jaxlib"):
         try:
@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Words after ``--`` are prompts, whatever they start with.
 
-    The ``write`` of what it returns writes an argument as its flag, for errors.
+    The result's ``write`` writes an argument as its flag, for errors.
 
     Raises:
         InputError: an argument is unknown or malformed.
@@ -133,7 +133,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> Parser:
-    """The parser of the whole command."""
+    """Return the parser of the whole command."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="canvax",
@@ -226,7 +226,7 @@ def _info(commands: Any) -> None:
 
 
 def _derived(commands: Any, plain: Any) -> None:
-    """Commands over ``generate``."""
+    """Add the commands that derive from ``generate``."""
     sheet = commands.add_parser(
         "sheet",
         usage="canvax sheet PROMPT --x NAME=VALUES [--y NAME=VALUES] [flags]",

@@ -1,4 +1,4 @@
-"""``canvax cache``: lists or clears the cache of compiled programs. Starts no JAX backend."""
+"""``canvax cache``: list or clear the cache of compiled programs. It starts no JAX backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module declares the flags of ``canvax generate``, and those of models that other commands share."""
+"""The flags of ``canvax generate``, and those of models that other commands share."""
 
 from __future__ import annotations
 

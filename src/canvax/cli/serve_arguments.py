@@ -19,7 +19,7 @@ examples:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Flags of both commands."""
+    """Add the flags of both commands."""
     parser.add_argument(
         "models",
         nargs="*",

@@ -385,7 +385,7 @@ class _Reader:
         return [self._keys(prompt.component, np.asarray(row)) for row in rows]
 
     def _nothing(self, net: IPAdapter) -> HostArray:
-        """Return the embedding of "no image": a vector of zeros, or the features of an image that CLIP sees as zeros."""
+        """Return the embedding of "no image": a vector of zeros, or features of an image that CLIP sees as zeros."""
         if net.kind == "plain":
             return np.zeros(net.reads, np.float32)
         return self._vision("", None)[1]

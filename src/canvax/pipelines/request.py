@@ -426,7 +426,7 @@ class InitImages:
         return Known(masks, latents, np.full(len(latents), options.mask_mode == "graded"))
 
     def latent_masks(self, count: int, factor: int, *, hard: bool) -> HostArray:
-        """Shrink masks to the latents' size [count, h, w, 1] float32 in 0..1: the mean of the pixels, or the largest."""
+        """Shrink masks to latents [count, h, w, 1] float32 in 0..1: the mean of the pixels, or the rounded maximum."""
         masks = np.stack([_shrunk(mask, factor, hard=hard) for mask in self.masks])
         return np.broadcast_to(masks, (count, *masks.shape[1:]))
 

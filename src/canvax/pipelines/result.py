@@ -263,8 +263,8 @@ class Bar:
     """Progress over the steps, which decides how many steps one call of the program does between updates."""
 
     INTERVAL, UNSEEN = 0.2, 1.0
-    """Seconds between two updates: seldom enough to cost nothing, often enough to look alive. Without a bar, only Ctrl-C
-    waits for the end of a call."""
+    """Seconds between two updates: seldom enough to cost nothing, often enough to look alive. Without a bar, only
+    Ctrl-C waits for the end of a call."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._bar = progress_bar(total, description="denoising", unit="evaluation", shown=shown)
