@@ -27,7 +27,7 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
         "--lora", action="append", default=[], metavar="FILE[:WEIGHT]",
         help="a LoRA or one of its relatives: a file, a folder or a Hub id; several times for several",
     )  # fmt: skip
-    group.add_argument("--lora-dir", metavar="FOLDER", help="where <lora:name:0.8> in prompts finds its files")
+    group.add_argument("--lora-dir", metavar="FOLDER", help="folder of the files for <lora:name:0.8> in prompts")
     group.add_argument(
         "--embedding", action="append", default=[], metavar="FILE",
         help="a textual inversion; its word is the name in the file, or the file's own",

@@ -61,9 +61,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     kind = "an image" if is_image else part.kind_name if part else ""
     is_model = not kind
     names = (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS
-    _refuse_flags(
-        arguments, names, "it goes with --memory; add that" if is_model else f"{path} is {kind}; leave it out"
-    )
+    _refuse_flags(arguments, names, "it needs --memory; add that" if is_model else f"{path} is {kind}; leave it out")
     if is_image:
         report |= image_info(path, arguments.data_dir)
         lines = _image_lines(report)
@@ -192,16 +190,14 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if any(name in member for member in _members(metadata) for name in keys_of("images")):
-        lines.append(
-            "\nThe images that it was made from are not in the file: put their names in place of the words in capitals."
-        )
+        lines.append("\nIts source images are not in the file: write their names instead of the words in capitals.")
     if any("'./" in repr(metadata.get(name)) for name in HAVE_PATHS):
         lines.append("\nFiles that begin with ./ were recorded without their folders, which are private.")
     other = metadata.get("other")
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if "grid" not in metadata and is_lost(metadata):
-        lines.append(f"\nIt {lost_model(metadata)}: put the file of your copy in place of MODEL.")
+        lines.append(f"\nIt {lost_model(metadata)}: write the file of your copy instead of MODEL.")
     losses = dict.fromkeys(clause for each in report["losses"] for clause in each)
     lines += [f"\nThe command does not repeat that {clause}." for clause in losses]
     return [*lines, "\nTo generate it again:", *report["commands"]]

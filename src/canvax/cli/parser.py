@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         prompts = isinstance(getattr(known, "prompts", None), list)
         self._refuse_unknown(rest, prompts=prompts)
         if rest and not prompts:
-            cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
+            cure = "give a prompt with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
             cure = f"there is no place for another file; {cure}" if os.path.exists(rest[0]) else cure
             positional = (action for action in self._actions if not action.option_strings)
             if several := next((action.dest for action in positional if action.nargs in ("*", "+")), None):

@@ -57,7 +57,7 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
         if error.errno not in (ENOSPC, EFBIG, EDQUOT, EROFS):
             raise
         why = f"a file cannot be written ({error.strerror or error})"
-        raise CanvaxError(f"{why}; make room in the folder of --output, and the same command goes on") from error
+        raise CanvaxError(f"{why}; make room in the folder of --output; the same command resumes") from error
     report["output"] = None if result is None else str(result)
     report["finished"] = result is not None
     if result is None:

@@ -12,7 +12,7 @@ from canvax.train.settings import LOADING, TASKS, PlanRecord, Task, TrainingReco
 
 _CAPTIONED = """
 Images are in a folder, or a zip file of one. Captions are in metadata.jsonl or metadata.csv with the columns file_name
-and text, or in a .txt file beside each image.
+and text, or in a .txt file with the name of each image.
 """
 _AGAIN = " A stopped run can be resumed with the same command."
 _REQUIRED = ("prompt", "token", "initializer")

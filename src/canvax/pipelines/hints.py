@@ -57,7 +57,7 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
     anew = init is not None and init.from_noise and options.mask_fill in ("noise", "nothing")
     return {
         "free spacing": (not fixed, "without steps to place: sigmas or timesteps fix them"),
-        "seed's noise": (request.latents is None, "beside latents, which take the place of a seed's noise"),
+        "seed's noise": (request.latents is None, "with latents, which replace a seed's noise"),
         "text": (texts, "without a prompt as text"),
         "prompt as text": (request.embeds[0] is None, "without a prompt as text"),
         "negative prompt as text": (request.embeds[1] is None, "without a negative prompt as text"),

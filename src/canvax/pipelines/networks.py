@@ -223,7 +223,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
         raise InputError(
             "image_encoder",
             "is not a folder or a Hub id",
-            cure="nor None, for the one beside the adapter; nor False, for none",
+            cure="give None for the one next to the adapter, or False for none",
             value=image_encoder,
         )
     if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
@@ -360,7 +360,7 @@ def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str
         elif base[name].shape != param.shape:
             faults.append(f"{name}: {param.shape}, in the UNet {base[name].shape}")
         elif name in files.pairs and files.shapes[name] not in param.checkpoint_shapes:
-            faults.append(f"{name}: factors of {files.shapes[name]} in place of {param.checkpoint_shapes[0]}")
+            faults.append(f"{name}: factors of {files.shapes[name]} instead of {param.checkpoint_shapes[0]}")
     if faults:
         rest = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
         raise CheckpointError(f"{files}: is no whole control-LoRA for this model: {'; '.join(faults[:LISTED])}{rest}")

@@ -119,7 +119,7 @@ def _plain(name: str, index: Mapping[str, Any], folders: Collection[str], known:
             if part in known and part not in folders and where:
                 raise CheckpointError(
                     f"{name}: has no folder {part}; its {part} is in another repository, {where!r:.99}. Download both, "
-                    f"and put the files of the {part} into a folder {part} beside {MODULAR}."
+                    f"and put the files of the {part} into a folder {part} next to {MODULAR}."
                 )
     return plain
 
