@@ -256,7 +256,7 @@ _SPECIAL = {
     "callback_on_step_end": ("Callable[..., Any]", "called with (pipe, index, timestep, {'latents': array})"),
     "guess_mode": ("bool", "the same as control_mode='guess'"),
     "callback_on_step_end_tensor_inputs": ("Sequence[str]", "['latents']"),
-    "prompt_embeds": ("Any", "what the text encoder returned; the same as prompt=pipe.encode(...)"),
+    "prompt_embeds": ("Any", "conditions from the text encoder; the same as prompt=pipe.encode(...)"),
     "pooled_prompt_embeds": ("Any", "the second output of SDXL's text encoders"),
     "negative_prompt_embeds": ("Any", "the same of the negative prompt"),
     "negative_pooled_prompt_embeds": ("Any", "the same of the negative prompt"),
@@ -288,9 +288,9 @@ def keywords() -> str:
         words = [f"Literal[{value}]" for value in values if value is not None]
         of_load[name] = (" | ".join([*words, "None"]), "changes nothing; for programs written for diffusers")
     again = {name: (types[name], helps[name]) for name in first[1:3]}
-    again |= {"scale": ("float", "of an enlarged image: how many times larger")}
-    again |= {"overlap": ("int | None", "of an enlarged image: pixels that neighbouring tiles share at least")}
-    again |= {"batch": ("int", "of an enlarged image: tiles at once")}
+    again |= {"scale": ("float", "for an enlarged image: factor of width and height")}
+    again |= {"overlap": ("int | None", "for an enlarged image: the fewest pixels that neighbouring tiles share")}
+    again |= {"batch": ("int", "for an enlarged image: tiles at once")}
     parts = [
         _typed_dict("OptionFields", "TypedDict", "The fields of ``canvax.Options`` as keywords.",
                 {name: (kind, helps[name]) for name, kind in options.items()}),

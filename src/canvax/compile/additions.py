@@ -1,4 +1,4 @@
-"""What a call adds to its programs: each brings its programs and its conditions, and knows what it does to the loop."""
+"""Additions of a call to its programs: each has its programs and conditions, and may change the denoiser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeepFeatures(Addition):
     """Deep features that some rows reuse.
 
     Attributes:
-        layers: of ``canvax.models.denoiser.Reusing``.
+        layers: number of layers, as in ``canvax.models.denoiser.Reusing``.
     """
 
     layers: int
@@ -36,7 +36,7 @@ class Keeps(Addition):
 
 @dataclass(frozen=True)
 class ReadsImage(Addition):
-    """Images to begin from, of the size that is generated.
+    """Images to begin from, of the size to generate.
 
     Attributes:
         way: "whole" or "tiled".
@@ -86,7 +86,7 @@ class ReadsControls(Addition):
     """Control images.
 
     Attributes:
-        networks: those of ``Networks.controls`` that read one.
+        networks: the networks of ``Networks.controls`` with an image.
     """
 
     networks: tuple[str, ...]
@@ -114,13 +114,13 @@ class ReadsControls(Addition):
 
 
 class PromptKind(NamedTuple):
-    """What decides the programs of the image prompts that one adapter reads.
+    """Facts about one adapter's image prompts that decide their programs.
 
     Attributes:
-        component: of the adapter.
-        images: of them, for each image of the batch.
-        masked: whether one has a mask.
-        reads: shape of what the adapter reads of an image.
+        component: name of the adapter.
+        images: image prompts of each image of the batch.
+        masked: True if an image prompt has a mask.
+        reads: shape of the adapter's input for an image.
     """
 
     component: str
@@ -134,8 +134,8 @@ class ReadsImagePrompts(Addition):
     """Image prompts.
 
     Attributes:
-        kinds: for each adapter that reads some.
-        sees: whether CLIP's image encoder is needed for them.
+        kinds: facts about each adapter that has image prompts.
+        sees: True if CLIP's image encoder is needed.
     """
 
     kinds: tuple[PromptKind, ...]

@@ -1,7 +1,7 @@
-"""The networks as functions of arrays, for loops of one's own: they can be jitted, differentiated and mapped.
+"""The networks as functions of arrays, for loops of your own: they can be jitted, differentiated and mapped.
 
-``docs/under-the-pipeline.md`` shows them at work. They run where their arrays are; the pipeline's own programs, its
-padding and its mesh have no part in it.
+``docs/under-the-pipeline.md`` has examples. The functions run where their arrays are; they do not use the pipeline's
+programs, padding and mesh.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     arrays = {name: jnp.asarray(array) for name, array in conditions.items()}
     conditions = {name: jnp.broadcast_to(array, (count, *array.shape[1:])) for name, array in arrays.items()}
     timesteps = numbers("timestep", timestep)
-    # Of an array on a device nobody asks: a loop would wait for it in each step. EDM's timesteps may be negative.
+    # The value of an array on a device is not read: a loop would wait for it in each step. EDM has negative timesteps.
     if isinstance(timestep, int | float | np.ndarray | np.generic):
         schedule, times = model.scheduler.schedule, np.asarray(timestep, np.float64)
         if not np.isfinite(times).all():
@@ -176,7 +176,7 @@ def decode(model: Model, params: Params, latents: Array) -> Array:
 
 
 def _weights(model: Model, params: Any, component: str) -> Params:
-    """The parameters of a component, traced or not."""
+    """Return the parameters of a component, traced or not."""
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
         names = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
         raise InputError("params", f"has no {component!r} ({names!s:.80})", cure="pass pipe.params, or a dict like it")
@@ -185,7 +185,7 @@ def _weights(model: Model, params: Any, component: str) -> Params:
 
 
 def numbers(name: str, value: Any) -> Array:
-    """``value`` as an array of real numbers, traced or not."""
+    """Return ``value`` as an array of real numbers, traced or not."""
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of text, None, ragged lists, lists of deleted arrays
@@ -202,7 +202,7 @@ def _channels(model: Model) -> list[int]:
 
 
 def _pixels(model: Model, value: Any) -> Array:
-    """Images [B, H, W, C] float32 in 0..1 of an array of these, or of uint8, traced or not."""
+    """Return images [B, H, W, C] float32 in 0..1 from an array of these, or of uint8, traced or not."""
     images, step = numbers("image", value), model.networks.size_step
     images = images[None] if images.ndim == 3 else images
     if images.ndim != 4 or images.shape[-1] not in _channels(model) or 0 in images.shape:
@@ -228,7 +228,7 @@ def _latents(model: Model, value: Any) -> Array:
 
 
 def _check_conditions(model: Model, conditions: Any, count: int) -> None:
-    """Refuse what is not the conditions of ``count`` latents, without looking at a value: they may be traced."""
+    """Check the structure of the conditions of ``count`` latents. Values are not read, since they may be traced."""
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
         raise InputError("conditions", "is not a dict of arrays", cure=cure, value=conditions)

@@ -1,4 +1,4 @@
-"""Reference images of a call: what a model that edits reads beside the prompt."""
+"""Reference images of a call, which models that edit read in addition to the prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvax.images.inputs import fingerprint, read_images
 from canvax.models.networks import Networks
 
 MOST_PIXELS = 1024 * 1024
-"""Of a reference image; larger ones are made smaller."""
+"""The most pixels of a reference image; larger images are made smaller."""
 
 MIN_SIDE_WHOLE, MAX_SIDE_WHOLE = 64, 4096
 """Sides of a reference image that is read whole."""
@@ -30,8 +30,8 @@ class References:
     """The reference images of a call.
 
     Attributes:
-        images: RGB. Of each reference one for all images of the call, or one for each, of the same size.
-        fingerprints: of those that the call gives, as they were given, for metadata.
+        images: RGB. For each reference, one for all images of the call, or one for each of the same size.
+        fingerprints: hashes of the caller's images, for metadata.
     """
 
     images: list[list[Image.Image]]
@@ -48,10 +48,10 @@ class References:
 
 
 def check_references(value: Any, networks: Networks) -> References:
-    """The references that a call gives as its image, in sizes that the networks read.
+    """Read the reference images of a call and bring them to sizes that the networks read.
 
     Raises:
-        InputError: one cannot be read or is too small, or there are too many.
+        InputError: an image cannot be read or is too small, or there are too many.
     """
     several = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4
     count = len(value) if several else 1
@@ -76,15 +76,15 @@ def check_editing(networks: Networks, name: str) -> None:
 def reference_sizes(
     value: int | Sequence[tuple[int, int]], size: tuple[int, int], networks: Networks
 ) -> tuple[tuple[int, int], ...]:
-    """Height and width of reference images as the model reads them.
+    """Return height and width of reference images as the model reads them.
 
     Args:
-        value: how many there are, each of the height and width ``size``; or the height and width of each.
-        size: of the image that is generated.
-        networks: of the model.
+        value: their number, each of the height and width ``size``; or the height and width of each.
+        size: height and width of the generated image.
+        networks: networks of the model.
 
     Raises:
-        InputError: there are too many, or a size is none.
+        InputError: there are too many, or a size cannot be used.
     """
     sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, MOST)
     if len(sizes) > MOST:
@@ -105,19 +105,21 @@ def reference_sizes(
 
 
 def _within(width: int, height: int) -> tuple[int, int]:
-    """Width and height of an image that is made smaller if it has more than ``MOST_PIXELS``."""
+    """Return width and height of an image, made smaller if it has more than ``MOST_PIXELS``."""
     scale = math.sqrt(MOST_PIXELS / (width * height))
     return (width, height) if scale >= 1 else (int(width * scale), int(height * scale))
 
 
 def _whole(networks: Networks, count: int) -> int:
-    """The most pixels of so many references that are read whole, 0 if they are cut."""
+    """Return the most pixels of a single reference, which some models read whole; 0 if references are cut."""
     return networks.denoiser.facts.whole_reference if count == 1 else 0
 
 
 def _canvas(width: int, height: int, step: int, pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The width and height that an image is resized to, and those of multiples of ``step`` that it is padded to, which
-    have at most this many ``pixels``."""
+    """Return the size that an image is resized to, and that of at most ``pixels`` that it is padded to.
+
+    Both are width and height; the second are multiples of ``step``.
+    """
     scale = min(1.0, math.sqrt(pixels / (width * height)), MAX_SIDE_WHOLE / max(width, height))
     while True:
         size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -128,7 +130,7 @@ def _canvas(width: int, height: int, step: int, pixels: int) -> tuple[tuple[int,
 
 
 def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
-    """A whole image in the middle of its reflection, with sides of multiples of ``step``."""
+    """Pad an image with its reflection to sides that are multiples of ``step``."""
     size, (width, height) = _canvas(*image.size, step, pixels)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     if image.size == (width, height):
@@ -140,7 +142,7 @@ def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
 
 
 def _fitted(image: Image.Image, step: int) -> Image.Image:
-    """An image of at most ``MOST_PIXELS``, cut at its edges to multiples of ``step``."""
+    """Resize an image to at most ``MOST_PIXELS``, and cut its edges to multiples of ``step``."""
     size = _within(*image.size)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     width, height = (side - side % step for side in image.size)

@@ -1,4 +1,4 @@
-"""Arguments under names of diffusers and its relatives, as canvax's own: ``canvax.familiar`` has the names."""
+"""Translate arguments under names of diffusers and related programs; ``canvax.familiar`` has the names."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ GIVEN = CALL | {
     "prompt_embeds": ForeignName(becomes="prompt"),
     "negative_prompt_embeds": ForeignName(becomes="negative_prompt"),
 }
-"""What errors of a call name otherwise than its caller."""
+"""Arguments by the names that errors of a call must use."""
 
 
 @cache
 def place_of(name: str) -> str:
-    """Where something is given that is no attribute of a pipeline; empty where it is given nowhere."""
+    """Say which function takes a name that is not an attribute of a pipeline; return "" if none does."""
     if name in _ARGUMENTS or name in _OWN or (name in CALL and CALL[name].becomes):
         return f"it is an argument of a call: pipe(prompt, {name}=...)"
     if name in CALL:
@@ -60,9 +60,9 @@ def place_of(name: str) -> str:
 def translate_call(
     arguments: dict[str, Any], others: dict[str, Any], own: Sequence[str] = _ARGUMENTS, of: str = "a call"
 ) -> dict[str, Any]:
-    """The keywords of a call, given its ``arguments`` and ``others``.
+    """Return the keywords of a call for its ``arguments`` and ``others``.
 
-    Fields of ``canvax.Options`` may be given as arguments of the call. ``own``: the other arguments that it has.
+    Fields of ``canvax.Options`` may be arguments of the call. ``own`` are its other arguments.
 
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.
@@ -70,7 +70,7 @@ def translate_call(
     if isinstance(curve := others.get("scheduler"), str) and {"sampler", "sampler_name"} & {*arguments, *others}:
         try:
             find(curve)
-        except InputError as error:  # which says how a sigma schedule is given
+        except InputError as error:  # the error says how to give a sigma schedule
             raise error.about("scheduler") from None
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
@@ -174,10 +174,10 @@ def arguments_of_call(pipe: Any, keywords: Mapping[str, Any], also: Collection[s
 
 
 def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
-    """Image prompts as diffusers has them: for each adapter an image or a list of them, or what CLIP makes of them.
+    """Translate image prompts of diffusers: for each adapter an image, a list of images, or CLIP's embeddings.
 
     Raises:
-        InputError: they are something else.
+        InputError: the value is something else.
     """
     if not keywords.keys() & {"ip_adapter_image", "ip_adapter_image_embeds"}:
         return None
@@ -206,10 +206,10 @@ def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
 
 
 def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
-    """``options`` with fields that were given beside it.
+    """Return ``options`` with the fields that a call gives as keywords.
 
     Raises:
-        InputError: a field is given in both.
+        InputError: a field is given twice.
     """
     options = check_options(options)
     twice = options.changed_names() & changes.keys()
@@ -219,10 +219,10 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
 
 
 def check_output(output: Any) -> Output:
-    """The kind of images; None is "pil", as in diffusers.
+    """Check the kind of images; None is "pil", as in diffusers.
 
     Raises:
-        InputError: there is no such kind.
+        InputError: the kind is not known.
     """
     if output is None:
         return "pil"
@@ -232,7 +232,7 @@ def check_output(output: Any) -> Output:
 
 
 def as_output(result: Result, output: Output) -> Result:
-    """``result`` with images of a kind."""
+    """Return ``result`` with images of a kind."""
     if output == "pil":
         return result
     images: Any = result.latents if output == "latent" else result.pixels
@@ -240,7 +240,7 @@ def as_output(result: Result, output: Output) -> Result:
 
 
 def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], Any]:
-    """A callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, as one of canvax.
+    """Adapt a callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, to canvax.
 
     Its latents are [B, C, h, w], and scaled as those of diffusers' scheduler.
     """
@@ -261,17 +261,17 @@ def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], An
         if isinstance(returned, bool | np.bool_):
             return bool(returned)
         latents = as_latents(tensors["latents"] if returned is None else returned, given.shape)
-        same = np.array_equal(latents, given)  # to the bit, which a change of the scale may cost
+        same = np.array_equal(latents, given)  # changing the scale may change the last bit
         return None if same else np.moveaxis(latents, 1, -1) * np.float32(step.scale)
 
     return call
 
 
 def as_latents(returned: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """What a callback of diffusers returned, as latents [B, C, h, w] float32.
+    """Return the result of diffusers' callback as latents [B, C, h, w] float32.
 
     Raises:
-        InputError: it is something else.
+        InputError: the result is something else.
     """
     cure = f"return {{'latents': array}} with float [B, C, h, w] = {shape}, or False to stop"
     try:
@@ -285,7 +285,7 @@ def as_latents(returned: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _seeds(generator: Any) -> Any:
-    """The seed of a generator of PyTorch, or of each in a list."""
+    """Return the seed of a generator of PyTorch, or of each in a list."""
     if isinstance(generator, list | tuple):
         return [_seeds(generator_of_image) for generator_of_image in generator]
     if not (hasattr(generator, "initial_seed") and hasattr(generator, "get_state")):
@@ -301,7 +301,7 @@ def _seeds(generator: Any) -> Any:
 
 
 def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str, page: str = PAGE) -> Translate:
-    """How the keywords of a function that loads a model are translated, by ``table``; it has ``arguments``."""
+    """Make a translator of keywords by ``table``, for a function with ``arguments`` that loads a model."""
 
     def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         for name, value in renamed(own_keywords, others, table).items():
@@ -316,5 +316,5 @@ def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str
 
 
 def translate_load(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of ``canvax.load``, given its ``arguments`` and ``others``."""
+    """Return the keywords of ``canvax.load`` for its ``arguments`` and ``others``."""
     return loader(LOAD, tuple(declared(Load)), "an argument of canvax.load")(arguments, others)

@@ -204,7 +204,7 @@ def routes(engine: Engine) -> list[ApiPath]:
         data = await request.body()
         return Response(await decoding(_control_image, data, request.path_params["kind"]), media_type="image/png")
 
-    how, mapped = "How an image was made.", "The control image that `control_from` makes of an image, as PNG."
+    how, mapped = "How an image was made.", "The control image by `control_from`, as PNG."
     return [
         ApiPath(
             "/api/jobs",

@@ -196,7 +196,7 @@ def check_source(source: Mapping[str, Any], argument: str, *known: str) -> None:
         InputError: names the first.
     """
     for name in sorted(source.keys() - set(known)):
-        raise InputError(name, f"is not an argument beside {argument}", cure=nearest(name, known))
+        raise InputError(name, f"is not an argument together with {argument}", cure=nearest(name, known))
 
 
 def refuse_pickle(path: str | Path) -> None:
