@@ -40,9 +40,21 @@ from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.keys import Keys
 from canvax.server.work import check
 from tests.support.server_stub import StubEngine
-from tests.support.serving import until
 from tests.support.timing import processor_seconds
-from tests.support.web_site import APIS, Web, b64, body_of, check_refused, heard, picture, png, request, status_of, web
+from tests.support.serving import (
+    APIS,
+    Web,
+    b64,
+    body_of,
+    check_refused,
+    heard,
+    picture,
+    png,
+    request,
+    status_of,
+    until,
+    web,
+)
 
 JSON = {"Content-Type": "application/json"}
 SECRET = "alices-long-secret"

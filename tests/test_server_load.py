@@ -16,8 +16,7 @@ import pytest
 
 from canvax.server import guard
 from canvax.server.app import Settings
-from tests.support.serving import until
-from tests.support.web_site import APIS, Web, body_of, check_refused, heard, request, status_of, web
+from tests.support.serving import APIS, Web, body_of, check_refused, heard, request, status_of, until, web
 
 
 @pytest.fixture

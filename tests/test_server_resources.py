@@ -34,8 +34,7 @@ from canvax.server.rates import Rated, Rates
 from canvax.server.work import check
 from tests.support import server_stub
 from tests.support.server_stub import StubEngine, accept
-from tests.support.serving import until
-from tests.support.web_site import web
+from tests.support.serving import until, web
 
 PIPE = canvax.load("emoji", progress=False)
 MODEL = PIPE.model
