@@ -722,7 +722,7 @@ def test_slow_readers() -> None:
         for _, job in slow:
             assert site.done(job)["status"] == "done"
         for connection, _ in slow:
-            said = heard(connection, 10, end=b"\r\n0\r\n\r\n")
+            said = heard(connection, 10, lambda said: said.endswith(b"\r\n0\r\n\r\n"))
             assert said.count(b"event: image") == images
             assert said.count(b"event: done") == 1
             assert said.count(b"event: step") < images * steps

@@ -6,6 +6,7 @@ import base64
 import inspect
 import io
 import json
+import re
 import socket
 import struct
 import threading
@@ -194,12 +195,12 @@ class Web:
         """A bare connection, which waits ten seconds for an answer at most."""
         return socket.create_connection(self.address, timeout=10)
 
-    def raw(self, request: bytes, silence: float = 0.3) -> bytes:
-        """All that is answered to bytes that need not be HTTP, until the server closes or falls silent."""
+    def raw(self, request: bytes, *, whole: bool = False) -> bytes:
+        """The answer to bytes that need not be HTTP; ``whole``: until the server closes or falls silent."""
         with self.connect() as connection:
             with suppress(ConnectionError):  # it need not read all of it
                 connection.sendall(request)
-            return heard(connection, silence)
+            return heard(connection, ended=None if whole else is_answer)
 
 
 @contextmanager
@@ -216,10 +217,10 @@ def web(settings: Settings | None = None, *, pace: float = 0.0) -> Iterator[Web]
             until(lambda: not engine.jobs())
 
 
-def heard(connection: socket.socket, silence: float = 0.3, end: bytes | None = None) -> bytes:
-    """What a connection says until it closes, says ``end``, or says nothing for ``silence`` seconds."""
+def heard(connection: socket.socket, silence: float = 0.3, ended: Callable[[bytes], bool] | None = None) -> bytes:
+    """What a connection says until it closes, has ``ended``, or says nothing for ``silence`` seconds."""
     said = b""
-    while end is None or not said.endswith(end):
+    while not (ended and ended(said)):
         connection.settimeout(silence if said else 10)
         try:
             some = connection.recv(1 << 16)
@@ -232,6 +233,13 @@ def heard(connection: socket.socket, silence: float = 0.3, end: bytes | None = N
             return said
         said += some
     return said
+
+
+def is_answer(said: bytes) -> bool:
+    """Whether it is an answer of HTTP with all of its body."""
+    head, end, body = said.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+    return bool(end and length) and len(body) >= int(length[1])  # type: ignore[index]
 
 
 def status_of(answer: bytes) -> int:
