@@ -50,7 +50,7 @@ def stub(folder: Path | None = None, *, pace: float = 0.0) -> Iterator[tuple[str
         (folder / "keys.txt").write_text("\n".join(f"c{i}:{key}" for i, key in enumerate(KEYS)))
         keys = Keys.read(folder / "keys.txt")
     app = create_app(engine, Settings(keys=keys), state=lambda: State.READY, metrics=Metrics())
-    with served(app, named=False) as base:
+    with served(app) as base:
         yield base, engine
 
 

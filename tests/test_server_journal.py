@@ -8,12 +8,11 @@ import resource
 import signal
 import sqlite3
 import stat
-import statistics
 import subprocess
 import sys
-import threading
-import time
+import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -23,9 +22,9 @@ import pytest
 from PIL import Image, ImageChops
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.job_store import KEPT_BYTES, PASSING, JobStore
+from canvax.server.job_store import KEPT_BYTES, JobStore
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, PromptImage, Rejected, Status
-from canvax.server.journal import TIDY, Journal
+from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from tests.support.server_stub import accept
 
@@ -75,8 +74,10 @@ def recovered(path: Path) -> list[Job]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "jobs.db"
+def path() -> Iterator[Path]:
+    """In memory where that is a folder: a disk is slow to say that it has all."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Path(folder) / "jobs.db"
 
 
 # What comes back.
@@ -115,13 +116,6 @@ def test_images_come_back_without_loss(path: Path, mode: str) -> None:
     assert ImageChops.difference(found, given).getbbox(alpha_only=False) is None
 
 
-def test_defaults_come_back_as_they_are(path: Path) -> None:
-    with opened(path) as journal:
-        journal.accepted(job(JobRequest("")))
-    (after,) = recovered(path)
-    assert after.request == JobRequest("")
-
-
 def test_a_job_half_done_goes_on_where_it_was(path: Path) -> None:
     before = job(FULL)
     with opened(path) as journal:
@@ -132,18 +126,17 @@ def test_a_job_half_done_goes_on_where_it_was(path: Path) -> None:
     assert after.status is Status.QUEUED
     assert [picture.status for picture in after.pictures] == [Status.QUEUED, Status.DONE, Status.QUEUED]
     assert after.pictures[1] == before.pictures[1]
-    assert after.pictures[0].data is None
-    assert after.pictures[0].step == 0
+    assert (after.pictures[0].data, after.pictures[0].step) == (None, 0)
 
 
 def test_a_job_killed_between_its_last_image_and_its_end_is_done(path: Path) -> None:
-    before = job()
+    before = job(JobRequest(""))
     with opened(path) as journal:
         journal.accepted(before)
         done(before, 0)
         journal.finished(before, 0)
     (after,) = recovered(path)
-    assert after.status is Status.DONE
+    assert (after.status, after.request) == (Status.DONE, JobRequest(""))
 
 
 @pytest.mark.parametrize("end", [Status.DONE, Status.FAILED, Status.CANCELLED])
@@ -189,12 +182,13 @@ def test_a_recovered_job_can_be_cancelled(path: Path) -> None:
     assert cancelled == [after]
 
 
-def test_what_is_forgotten_is_gone_with_its_space(path: Path) -> None:
-    jobs = [job(JobRequest("a", seed=i)) for i in range(2 * TIDY)]
+def test_what_is_forgotten_is_gone_with_its_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canvax.server.journal.TIDY", 8)
+    jobs = [job(JobRequest("a", seed=i)) for i in range(16)]
     with opened(path) as journal:
         for one in jobs:
             journal.accepted(one)
-            one.pictures[0].data = os.urandom(20_000)
+            one.pictures[0].data = os.urandom(100_000)
             journal.finished(one, 0)
     full = path.stat().st_size
     with opened(path) as journal:
@@ -243,9 +237,9 @@ def test_a_second_server_is_refused(path: Path) -> None:
     with opened(path) as journal:
         with pytest.raises(InputError, match="another server has it"):
             Journal(path)
-        program = "import pathlib, sys, canvax.server.journal as j; j.Journal(pathlib.Path(sys.argv[1]))"
-        other = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
-        assert "another server has it; give each a file of its own" in other.stderr
+        with child(path) as other:  # a process of its own
+            assert other.stderr is not None
+            assert "InputError" in other.stderr.read()
         journal.accepted(job())
     assert len(recovered(path)) == 1
 
@@ -344,19 +338,6 @@ def test_an_image_begins_when_its_attempt_is_on_the_disk(path: Path) -> None:
         book.begins(one)
         book.counted()
         assert [again.attempts for again in journal.recover(lambda job: None)] == [1]
-
-
-@pytest.mark.parametrize("code", PASSING)
-def test_a_key_may_be_tried_again_after_what_passes(code: str) -> None:
-    ledger = JobStore(Metrics(), None, 600.0, lambda job: None)
-    accept(ledger, one := job(FULL))
-    ledger.fail(one, code, "try again")
-    assert ledger.earlier(FULL) is None
-
-
-def test_a_model_that_cannot_be_loaded_passes() -> None:
-    assert "model_unavailable" in PASSING
-    assert "server_killed" not in PASSING
 
 
 # A disk that is full.
@@ -497,7 +478,8 @@ def child(path: Path, limit: int = 0) -> Iterator[subprocess.Popen[str]]:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-c", CHILD, str(path), str(limit)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         yield process
 
 
@@ -528,10 +510,9 @@ def killed_after(path: Path, count: int) -> list[str]:
         return said + [line.strip() for line in process.stdout]
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_a_kill_loses_nothing(path: Path, count: int) -> None:
-    said = killed_after(path, count)
-    assert len(said) >= count
+def test_a_kill_loses_nothing(path: Path) -> None:
+    said = killed_after(path, 5)
+    assert len(said) >= 5
     check(said, recovered(path))
 
 
@@ -544,7 +525,7 @@ def test_a_kill_at_any_step_loses_nothing(path: Path) -> None:
         check(killed_after(path, count), recovered(path))
 
 
-@pytest.mark.parametrize("limit", [40_000, 80_000])
+@pytest.mark.parametrize("limit", [40_000, pytest.param(80_000, marks=pytest.mark.slow)])
 def test_files_that_may_not_grow_are_a_full_disk(path: Path, limit: int) -> None:
     with child(path, limit) as process:
         assert process.stdout is not None
@@ -560,7 +541,7 @@ def test_files_that_may_not_grow_are_a_full_disk(path: Path, limit: int) -> None
 
 
 def test_many_jobs_from_many_threads(path: Path) -> None:
-    lists = [[job(JobRequest("a", seed=i)) for i in range(100)] for _ in range(8)]
+    lists = [[job(JobRequest("a", seed=i)) for i in range(12)] for _ in range(8)]
 
     def run(journal: Journal, jobs: Sequence[Job]) -> None:
         for one in jobs:
@@ -571,26 +552,9 @@ def test_many_jobs_from_many_threads(path: Path) -> None:
             journal.over(one)
 
     with opened(path) as journal:
-        threads = [threading.Thread(target=run, args=(journal, jobs)) for jobs in lists]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda jobs: run(journal, jobs), lists))
         assert journal.broken is None
     after = recovered(path)
     assert {one.id for one in after} == {one.id for jobs in lists for one in jobs}
     assert {one.status for one in after} == {Status.DONE}
-
-
-@pytest.mark.slow
-def test_ten_thousand_jobs(path: Path) -> None:
-    seconds = []
-    with opened(path) as journal:
-        for i in range(10_000):
-            one, began = job(JobRequest("a red apple", seed=i)), time.perf_counter()
-            journal.accepted(one)
-            seconds.append(time.perf_counter() - began)
-    assert statistics.median(seconds) < 0.02  # 0.2 ms where it was written; disks differ
-    began = time.perf_counter()
-    assert len(recovered(path)) == 10_000
-    assert time.perf_counter() - began < 20
