@@ -14,7 +14,7 @@ from recipes.adapters.sheets import covered
 
 pytestmark = pytest.mark.slow
 
-FILES = Path(__file__).parent.parent / "recipes" / "adapters" / "files"
+FILES = Path(__file__).parents[1] / "adapters" / "files"
 
 
 def disc() -> np.ndarray:

@@ -66,7 +66,7 @@ from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
 
 pytestmark = pytest.mark.weekly
 
-DATA = Path(__file__).parent / "data" / "drawings.zip"
+DATA = Path(__file__).parent / "drawings.zip"
 
 
 # Captions and drawings

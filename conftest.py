@@ -52,7 +52,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # users.
 with_small_vae = tempfile.TemporaryDirectory(prefix="canvax-emoji-", ignore_cleanup_errors=True)
 for part in PACKAGED.iterdir():
-    source = Path(__file__).parent / "data" / "small" / "vae" if part.name == "vae" else part
+    source = Path(__file__).parent / "tests" / "data" / "small" / "vae" if part.name == "vae" else part
     Path(with_small_vae.name, part.name).symlink_to(source)
 BUNDLED["emoji"] = Path(with_small_vae.name)
 
