@@ -324,7 +324,6 @@ def test_history_survives_a_reload(site: Site) -> None:
 def test_history_is_the_folder_of_images(saving: Site) -> None:
     """Another browser shows the same images; their settings, favourites, deletions and actions work there."""
     site, folder = saving, saving.stub.folder
-    assert folder
     for prompt in ("a red apple", "a dog face", "an old cat"):
         site.draw(prompt)
     captions = site.page.locator(".tile .caption")
@@ -385,7 +384,6 @@ def test_older_images_of_the_folder_come_when_they_are_asked_for(
 ) -> None:
     monkeypatch.setattr(history, "PAGE", answer)
     folder = saving.stub.folder
-    assert folder
     folder.mkdir()
     for number in range(80):
         settings = {"prompt": "apple" if number else "the first pear", "seed": number}
@@ -405,7 +403,6 @@ def test_older_images_of_the_folder_come_when_they_are_asked_for(
 def test_undo_waits_for_the_deletion(saving: Site) -> None:
     """However late the server moves the file, it is back in the end."""
     folder, asked, held = saving.stub.folder, [], []
-    assert folder
     saving.draw("a red apple")
 
     def late(route: Any) -> None:
@@ -495,7 +492,6 @@ def test_mask_and_inpaint(site: Site) -> None:
     site.page.click("#viewer-actions >> text=Paint a mask")
     site.page.wait_for_selector("#mask[open]")
     box = site.page.locator("#mask-canvas").bounding_box()
-    assert box
     for x, down in ((0.25, True), (0.5, False)):
         site.page.mouse.move(box["x"] + box["width"] * x, box["y"] + box["height"] / 2, steps=5)
         if down:
@@ -761,7 +757,6 @@ def test_the_viewer_fills_the_window(site: Site, side: int, width: int, times: f
     site.draw("a red apple")
     site.page.click(".tile .open")
     box = site.page.locator("#viewer-image").bounding_box()
-    assert box
     assert box["width"] == box["height"] >= times * side
     assert box["width"] <= site.page.locator(".stage").bounding_box()["width"]
 
