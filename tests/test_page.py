@@ -174,6 +174,24 @@ class Site:
         }"""
         self.page.evaluate(drop, [selector, base64.b64encode(file.getvalue()).decode(), by])
 
+    def give(self, settings: dict[str, Any] | None = None, data: bytes | None = None) -> None:
+        """Open an image file, with these settings."""
+        data = data or encoded(Image.new("RGB", (64, 64)), "png", settings)
+        self.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+
+    def card(self, **changes: Any) -> None:
+        """Change what the server says of its model, and open the page again."""
+        self.stub.card = changes
+        self.open()
+
+    def dialogs(self) -> Iterator[str]:
+        """Open each dialog of an image in turn: its id."""
+        for name, key in (("viewer", "Enter"), ("compare", "c"), ("mask", "p"), ("sheet", "m"), ("help", "Shift+?")):
+            self.key(key)
+            self.page.wait_for_selector(f"#{name}[open]")
+            yield name
+            self.close()
+
     def idle(self) -> None:
         """Wait until nothing is drawn; the tile of a job must be there already."""
         self.page.wait_for_selector(".tile.busy", state="detached")
@@ -296,6 +314,7 @@ def test_history_survives_a_reload(site: Site) -> None:
     assert site.page.locator(".tile .caption").all_inner_texts() == ["a dog face", "a red apple"]
     site.page.fill("#search", "apple")
     assert site.page.locator(".tile .caption").all_inner_texts() == ["a red apple"]
+    assert site.page.inner_text("#history-count") == "1 of 2"
     site.page.fill("#search", "")
     site.page.click("#favourites")
     assert site.page.locator(".tile .caption").all_inner_texts() == ["a dog face"]
@@ -305,7 +324,6 @@ def test_history_survives_a_reload(site: Site) -> None:
 def test_history_is_the_folder_of_images(saving: Site) -> None:
     """Another browser shows the same images; their settings, favourites, deletions and actions work there."""
     site, folder = saving, saving.stub.folder
-    assert folder
     for prompt in ("a red apple", "a dog face", "an old cat"):
         site.draw(prompt)
     captions = site.page.locator(".tile .caption")
@@ -366,7 +384,6 @@ def test_older_images_of_the_folder_come_when_they_are_asked_for(
 ) -> None:
     monkeypatch.setattr(history, "PAGE", answer)
     folder = saving.stub.folder
-    assert folder
     folder.mkdir()
     for number in range(80):
         settings = {"prompt": "apple" if number else "the first pear", "seed": number}
@@ -386,7 +403,6 @@ def test_older_images_of_the_folder_come_when_they_are_asked_for(
 def test_undo_waits_for_the_deletion(saving: Site) -> None:
     """However late the server moves the file, it is back in the end."""
     folder, asked, held = saving.stub.folder, [], []
-    assert folder
     saving.draw("a red apple")
 
     def late(route: Any) -> None:
@@ -414,18 +430,6 @@ def test_a_running_job_survives_a_reload(site: Site) -> None:
     site.images(1)
     assert len(site.stub.bodies) == 1
     assert site.page.input_value("#prompt") == "a red apple"
-
-
-@thorough
-def test_a_job_that_the_server_forgot_is_asked_for_once_more(site: Site) -> None:
-    forgotten = {"error": {"message": "No such job.", "code": "job_not_found"}}
-    site.page.route("**/events", lambda route: route.fulfill(status=404, json=forgotten), times=1)
-    site.draw("a red apple")
-    assert len(site.stub.bodies) == 2
-    site.open()
-    site.idle()
-    assert site.count(".tile[data-id]") == 1  # the first job is not followed again
-    assert len(site.stub.bodies) == 2
 
 
 @thorough
@@ -488,7 +492,6 @@ def test_mask_and_inpaint(site: Site) -> None:
     site.page.click("#viewer-actions >> text=Paint a mask")
     site.page.wait_for_selector("#mask[open]")
     box = site.page.locator("#mask-canvas").bounding_box()
-    assert box
     for x, down in ((0.25, True), (0.5, False)):
         site.page.mouse.move(box["x"] + box["width"] * x, box["y"] + box["height"] / 2, steps=5)
         if down:
@@ -672,8 +675,7 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
 @thorough
 @pytest.mark.parametrize(("width", "fits"), [("", False), ("100000", False), ("64", True)])
 def test_a_width_that_is_none_is_not_asked_for(site: Site, width: str, fits: bool) -> None:
-    site.stub.card = {"any_size": True}
-    site.open()
+    site.card(any_size=True)
     site.page.select_option("#size", "other")
     site.page.fill("#width", width)
     site.draw("a red apple", wait=fits)
@@ -682,21 +684,9 @@ def test_a_width_that_is_none_is_not_asked_for(site: Site, width: str, fits: boo
 
 
 @thorough
-def test_default_settings_let_the_seed_go(site: Site) -> None:
-    site.draw("a red apple")
-    site.key("r")
-    site.page.wait_for_selector("#seed-lock[aria-pressed=true]")
-    site.page.click("#more summary")
-    site.page.click("#reset")
-    site.draw("a red apple")
-    assert "seed" not in site.stub.bodies[-1]
-
-
-@thorough
 def test_what_the_sampler_s_note_leaves_out(site: Site) -> None:
     """Steps beside the model's own sampler, which has them, and options that the form does not have."""
-    site.stub.card = {"sampler": "ddim", "samplers": ("ddim", "euler_a")}
-    site.open()
+    site.card(sampler="ddim", samplers=("ddim", "euler_a"))
     note = site.page.locator("#sampler-when")
     assert not re.search("steps|eta", note.inner_text())
     assert note.inner_text()
@@ -711,7 +701,7 @@ def test_a_file_without_settings_and_a_damaged_one(site: Site) -> None:
     data = encoded(Image.new("RGB", (64, 64)), "png")
     for name, content in (("photo", data), ("damaged", data[:40])):
         site.open()
-        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": content})
+        site.give(data=content)
         text = page.inner_text(".toast p")
         assert len(text) < 90
         assert ":" not in text
@@ -719,7 +709,7 @@ def test_a_file_without_settings_and_a_damaged_one(site: Site) -> None:
 
 
 @thorough
-def test_the_last_seed_is_offered_and_not_entered(site: Site) -> None:
+def test_the_last_seed_is_offered_kept_and_let_go(site: Site) -> None:
     site.draw("a red apple")
     assert site.page.input_value("#seed") == ""
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "false"
@@ -728,6 +718,10 @@ def test_the_last_seed_is_offered_and_not_entered(site: Site) -> None:
     assert first in (site.page.locator(".tile .open").first.get_attribute("aria-label") or "")
     site.draw("a red apple")
     assert str(site.stub.bodies[-1]["seed"]) == first
+    site.page.click("#more summary")
+    site.page.click("#reset")
+    site.draw("a red apple")
+    assert "seed" not in site.stub.bodies[-1]
 
 
 @thorough
@@ -758,13 +752,11 @@ def test_what_the_viewer_says(site: Site) -> None:
 def test_the_viewer_fills_the_window(site: Site, side: int, width: int, times: float) -> None:
     """Icons by whole multiples, other images up to three times; large ones are made smaller."""
     site.stub.engine.paint = lambda ask, picture: Image.new("RGB", (side, side), "navy")
-    site.stub.card = {"native": (side, side), "sizes": ((side, side),)}
-    site.open()
+    site.card(native=(side, side), sizes=((side, side),))
     site.page.set_viewport_size({"width": width, "height": 900})
     site.draw("a red apple")
     site.page.click(".tile .open")
     box = site.page.locator("#viewer-image").bounding_box()
-    assert box
     assert box["width"] == box["height"] >= times * side
     assert box["width"] <= site.page.locator(".stage").bounding_box()["width"]
 
@@ -817,23 +809,10 @@ def test_the_syntax_of_a_new_form_is_the_server_s(saving: Site) -> None:
     assert saving.page.input_value("#syntax") == "plain"  # the draft has the user's choice
 
 
-@thorough
-def test_a_search_counts_what_it_finds(site: Site) -> None:
-    for prompt in ("a dog", "a cat", "a red cat"):
-        site.draw(prompt)
-    site.page.fill("#search", "cat")
-    assert site.page.inner_text("#history-count") == "2 of 3"
-
-
-@thorough
-def test_samplers_have_the_order_of_the_catalogue(site: Site) -> None:
-    labels = site.page.locator("#sampler option").all_inner_texts()
-    assert labels[1:] == [sampler["label"] for sampler in SAMPLERS]
-
-
 @browser_only
 def test_a_schedule_type_stands_beside_the_sampler(site: Site) -> None:
     page = site.page
+    assert page.locator("#sampler option").all_inner_texts()[1:] == [sampler["label"] for sampler in SAMPLERS]
     assert page.locator("#sigmas option").all_inner_texts() == ["The model's", "Automatic", "Karras"]
     page.select_option("#sigmas", "karras")
     assert "more steps at low noise" in page.inner_text("#sampler-when")
@@ -843,16 +822,14 @@ def test_a_schedule_type_stands_beside_the_sampler(site: Site) -> None:
     site.draw("a red apple")
     assert [body.get("options", {}).get("sigmas") for body in site.stub.bodies] == ["karras", None]
     restored = {"prompt": "a fox", "sampler": "dpmpp_2m", "options": {"sigmas": "karras"}}
-    data = encoded(Image.new("RGB", (64, 64)), "png", restored)
-    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.give(restored)
     page.wait_for_selector("text=Settings restored")
     assert (page.input_value("#sampler"), page.input_value("#sigmas")) == ("dpmpp_2m", "karras")
     assert page.locator("#other-options li").count() == 0
     site.draw("a fox")
     assert site.stub.bodies[-1]["options"] == {"sigmas": "karras"}
     listed = {"prompt": "a fox", "options": {"sigmas": [14.6, 2.0, 0.0]}}  # which no field shows
-    data = encoded(Image.new("RGB", (64, 64)), "png", listed)
-    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.give(listed)
     page.wait_for_selector("#other-options li", state="attached")
     assert page.input_value("#sigmas") == ""
 
@@ -924,18 +901,6 @@ def test_what_an_image_waits_for_is_on_its_tile(site: Site) -> None:
         job.tell(Changed(Status.QUEUED))
         site.page.wait_for_selector(".tile.busy >> text=Waiting")
     site.idle()
-
-
-@thorough
-def test_images_that_have_not_begun_wait(site: Site) -> None:
-    site.stub.engine.turn.acquire()
-    try:
-        site.draw("a red apple", wait=False)
-        site.page.wait_for_selector(".tile.busy >> text=Waiting")
-    finally:
-        site.stub.engine.turn.release()
-    site.idle()
-    assert "Begins" not in SCRIPTS["gallery.js"]
 
 
 @thorough
@@ -1090,14 +1055,6 @@ def test_selected_images_are_saved_as_one_zip(site: Site) -> None:
 
 
 @thorough
-def test_the_keys_of_the_prompt_are_listed(site: Site) -> None:
-    site.page.click("#open-help")
-    listed = site.page.inner_text("#help-list")
-    assert "Shift" in listed
-    assert "New line" in listed
-
-
-@thorough
 def test_mask_undo_erase_and_keys(site: Site) -> None:
     site.draw("a red apple")
     site.page.focus(".tile .open")
@@ -1128,14 +1085,13 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.page.click("#adapters summary")
     site.page.select_option("#adapter-add", "ink")
     site.page.fill("#prompt", "")
-    site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.give(data=data)
     site.page.wait_for_selector("text=Settings restored")
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
     site.draw("a red apple")
     assert not {"image", "mask", "control", "adapters"} & site.stub.bodies[1].keys()
-    data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", "options": {"clip_skip": 1}})
-    site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.give({"prompt": "a fox", "options": {"clip_skip": 1}})
     site.page.wait_for_selector("#more-text >> text=clip skip", state="attached")
     assert site.page.input_value("#clip-skip") == "1"
     site.drop("body", Image.new("RGB", (64, 64)))
@@ -1227,8 +1183,7 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
 @thorough
 def test_a_second_pass(site: Site) -> None:
     """It is offered where its size is ready; what is made of its image begins from all of its pixels."""
-    site.stub.card = {"sizes": ((64, 64), (96, 64), (128, 128)), "hires_strength": 0.1}
-    site.open()
+    site.card(sizes=((64, 64), (96, 64), (128, 128)), hires_strength=0.1)
     page = site.page
     page.click("#hires-fold summary")
     assert page.locator("#hires option").all_inner_texts() == ["None", "2 ×, 128 × 128"]
@@ -1253,8 +1208,7 @@ def test_a_second_pass(site: Site) -> None:
 @thorough
 def test_reference_images(site: Site) -> None:
     """They are added, reordered and removed, also out of the history; a mask asks for inpainting with the first."""
-    site.stub.card = {"references": 3}
-    site.open()
+    site.card(references=3)
     page = site.page
 
     def colours() -> list[Any]:
@@ -1306,8 +1260,7 @@ def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
     site.draw("a (red:1.5) apple")
     assert page.locator("#syntax-note").is_hidden()
     assert not {"guidance_scale", "negative_prompt", "options"} & site.stub.bodies[0].keys()
-    site.stub.card = {"no_guidance": 0.0, "guidance_scale": 0.0}
-    site.open()
+    site.card(no_guidance=0.0, guidance_scale=0.0)
     page.wait_for_selector("#negative:disabled")
     page.fill("#guidance-number", "0.5")
     page.fill("#negative", "grey")
@@ -1330,8 +1283,7 @@ def test_vaes_of_the_folder(site: Site) -> None:
     site.open()
     assert page.input_value("#vae") == "vae-ft-mse"
     for name, chosen, said in (("", "", False), ("VAE-ft-mse.ckpt", "vae-ft-mse", False), ("gone", "", True)):
-        data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", **({"vae": name} if name else {})})
-        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+        site.give({"prompt": "a fox", **({"vae": name} if name else {})})
         toast = page.locator(".toast", has_text="Settings restored").last
         toast.wait_for()
         assert (page.input_value("#vae"), "the VAE" in toast.inner_text()) == (chosen, said)
@@ -1425,8 +1377,7 @@ def test_another_model_keeps_what_was_chosen(site: Site) -> None:
     page.evaluate("document.getElementById('reset').click()")
     assert change("large") == ["30", "5", "", "64", "64"]
     made = {"prompt": "a fox", "steps": 30, "sampler": "ddim", "width": 88, "height": 64}
-    data = encoded(Image.new("RGB", (64, 64)), "png", made)
-    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.give(made)
     page.wait_for_function("() => document.getElementById('prompt').value === 'a fox'")
     page.select_option("#model", "stub")
     assert form() == ["30", "7.5", "ddim", "96", "64"]  # though 30 steps are what the other model has
@@ -1448,7 +1399,7 @@ def test_use_of_a_twin_changes_the_model_alone(site: Site) -> None:
     names = ("model", "steps-number", "guidance-number", "sampler", "sigmas", "size")
     for written, steps in ((None, "4"), ("9", "9")):
         page.select_option("#model", "stub")
-        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+        site.give(data=data)
         notice = page.locator(".toast", has_text="without the model twin")
         notice.wait_for()
         assert "without" in notice.inner_text()
@@ -1470,8 +1421,7 @@ def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     site.open()
     missing = ["<lora:ink:0.5>", "<lora:twin:1>"]
     made = {"prompt": "a fox, , red, ,", "adapters": {"wash": 0.2}, "missing": missing}
-    data = encoded(Image.new("RGB", (64, 64)), "png", made)
-    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.give(made)
     notice = page.locator(".toast p", has_text="without")
     notice.wait_for()
     assert page.input_value("#prompt") == "a fox, red"
@@ -1492,8 +1442,7 @@ def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     site.draw("a red apple")
     assert site.stub.bodies[0]["adapters"] == {"wash": 0.2, "ink": 0.5, "b/twin": 1}
     made |= {"model": CARD.id, "adapters": {"wash": 0.2, "gone": 1}, "missing": []}
-    data = encoded(Image.new("RGB", (64, 64)), "png", made)
-    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.give(made)
     page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
 
 
@@ -1585,7 +1534,7 @@ def test_an_upscaled_image_of_elsewhere(saving: Site, how: str) -> None:
         saving.key("r")
     else:
         data = encoded(image, "png", {**made, "upscale": 2.0, "prompt": "a fox"})
-        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+        site.give(data=data)
     page.wait_for_selector(".toast >> text=upscaled 2 ×")
     assert (page.input_value("#size"), page.input_value("#seed")) == ("96x64", "")
     assert page.input_value("#prompt") == "a fox"
@@ -1637,8 +1586,7 @@ def test_a_sheet_is_one_file(saving: Site) -> None:
 @thorough
 def test_what_a_sheet_varies(site: Site) -> None:
     """Sizes, models and the weights of the form's adapters, beside settings."""
-    site.stub.card = {"sizes": ((64, 64), (96, 64))}
-    site.open()
+    site.card(sizes=((64, 64), (96, 64)))
     site.page.fill("#prompt", "a red apple")
     site.page.evaluate("document.getElementById('adapters').open = true")
     site.page.select_option("#adapter-add", "ink")
@@ -1805,12 +1753,9 @@ def test_nothing_is_wider_than_the_window(site: Site, width: int) -> None:
     site.draw("a very long prompt " * 20 + "w" * 200)
     site.draw("a dog")
     assert not page.evaluate(wide)
-    for name, key in (("viewer", "Enter"), ("compare", "c"), ("mask", "p"), ("sheet", "m"), ("help", "Shift+?")):
-        site.key(key)
-        page.wait_for_selector(f"#{name}[open]")
+    for name in site.dialogs():
         assert not page.evaluate(outside, name), name
         assert not page.evaluate(cut), name
-        site.close()
 
 
 @thorough
@@ -1890,25 +1835,19 @@ def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 800})
     site.stub.controls, site.stub.ip_adapters = NETS, ("plain", "plus-face")
-    site.stub.card = {"sizes": ((64, 64), (128, 128))}
-    site.open()
+    site.card(sizes=((64, 64), (128, 128)))
     found = {"empty": findings(page, axe)}
     site.draw("a red apple")
     site.draw("a dog face")
     page.evaluate("for (const node of document.querySelectorAll('details')) node.open = true")
     page.select_option("#adapter-add", "ink")
     found["done"] = findings(page, axe)
-    site.stub.card = {"references": 3}
-    site.open()
+    site.card(references=3)
     for _ in range(2):
         site.drop("#input", Image.new("RGB", (64, 64)))
     page.wait_for_selector("#references li")
     found["references"] = findings(page, axe)
-    for name, key in (("viewer", "Enter"), ("compare", "c"), ("mask", "p"), ("sheet", "m"), ("help", "Shift+?")):
-        site.key(key)
-        page.wait_for_selector(f"#{name}[open]")
-        found[name] = findings(page, axe)
-        site.close()
+    found |= {name: findings(page, axe) for name in site.dialogs()}
     site.stub.engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=60)
     site.draw("a cat", wait=False)
     page.wait_for_selector(".tile.waits")

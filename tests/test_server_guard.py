@@ -12,16 +12,10 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-<<<<<<< HEAD
-from canvax.server.guard import Guard
 from canvax.server.jobs import State
-=======
-from canvax.server.app import Settings
-from canvax.server.jobs import Rejected, State
->>>>>>> w-tsrv
 from canvax.server.logs import JsonLines
 from canvax.server.rates import Rates
-from tests.support.serving import APIS, Web, body_of, check_refused, web
+from tests.support.serving import Web, check_refused, web
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +62,8 @@ def test_settings_of_an_image_are_such_as_a_job_may_have(
     assert told["metadata"]
 
 
-<<<<<<< HEAD
-def test_more_than_a_minutes_worth_leaves_a_debt(monkeypatch: pytest.MonkeyPatch) -> None:
-=======
-def test_a_rate_counts_images_that_are_accepted() -> None:
-    with web(Settings(rate=4)) as site:
-        post = site.http.post
-        for _ in range(10):
-            assert post("/api/inspect", content=b"").status_code == 400
-            check_refused("own", post("/api/jobs", json={"prompt": 1}), 400)
-        site.engine.refusal = Rejected(429, "queue_full", "later", retry_after=1)
-        for _ in range(10):
-            assert check_refused("own", post("/api/jobs", json={"prompt": "x"}), 429)["error"]["code"] == "queue_full"
-        site.engine.refusal = None
-        once = {"Idempotency-Key": "once"}
-        assert len({site.submit(once, n=2, seed=1)["id"] for _ in range(2)}) == 1
-        site.submit(n=2)
-        for api, path in APIS.items():
-            answer = post(path, json=body_of(api))
-            check_refused(api, answer, 429)
-            assert 1 <= int(answer.headers["retry-after"]) <= 15
-        assert site.http.get("/api/models").status_code == 200
-
-
 def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a minute's worth leaves a debt."""
->>>>>>> w-tsrv
     now = [1000.0]
     monkeypatch.setattr("canvax.server.rates.time.monotonic", lambda: now[0])
     rates = Rates(30)

@@ -1,6 +1,6 @@
 """Comparisons with other projects are left out where these are missing, but with ``REFERENCE=yes``: then they fail.
 
-The Makefile installs them all for ``REFERENCE=yes``. ``tests/conftest.py`` says the same of the other tests.
+The Makefile installs them all for ``REFERENCE=yes``. ``conftest.py`` of the project says the same of the other tests.
 """
 
 from __future__ import annotations
