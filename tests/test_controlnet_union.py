@@ -1,6 +1,6 @@
 """Control images by type: what a call says of them, what compiles, company, files and the command.
 
-Numbers are held against PyTorch diffusers in ``parity/test_controlnet_union.py``.
+Numbers are held against PyTorch diffusers in ``parity/test_features.py``.
 """
 
 from __future__ import annotations

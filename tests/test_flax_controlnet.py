@@ -24,7 +24,7 @@ from canvax.parallel.mesh import make_mesh
 from tests.support.control_files import adapter, controlnet
 from tests.support.small_checkpoint import write_small_checkpoint
 
-pytestmark = pytest.mark.slow  # test_flax_api has the common part
+pytestmark = pytest.mark.slow  # test_flax_pipelines has the common part
 
 
 def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:

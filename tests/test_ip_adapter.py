@@ -1,6 +1,6 @@
 """Image prompts: what a call says of them, what compiles, what company changes, and files that cannot be used.
 
-Numbers are held against PyTorch diffusers in ``parity/test_ip_adapter.py``.
+Numbers are held against PyTorch diffusers in ``parity/test_features.py``.
 """
 
 from __future__ import annotations

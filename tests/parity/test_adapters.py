@@ -18,8 +18,8 @@ import canvax
 from tests.support.adapter_files import Draw, Made, dora, kohya, kohya_ldm, layers, loha, lora, without_alpha, write
 from tests.support.small_sdxl import build as build_xl
 
+from .peer import build
 from .reference import nchw, psnr, relative_error
-from .test_pipeline import build
 
 CALL = {"prompt": "a red apple", "negative_prompt": "blurry", "guidance_scale": 4.0, "num_inference_steps": 4}
 PEFT_ENDS = {".lora_down.weight": ".lora_A.weight", ".lora_up.weight": ".lora_B.weight"}

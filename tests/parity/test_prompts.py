@@ -17,7 +17,7 @@ import canvax
 from canvax.parallel.mesh import make_mesh
 from canvax.prompts import fragments
 
-from .test_pipeline import build
+from .peer import build
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from canvax.train.task import Subject, Training
 from canvax.train.textual_inversion import Inversion, train_inversion
 from tests.support.small_sdxl import build as build_xl
 
+from .peer import build
 from .reference import nchw, psnr
-from .test_pipeline import build
 
 STEPS, BATCH = 20, 2
 PLAN = Plan(

@@ -15,3 +15,9 @@ def draw(pipe: canvax.Pipeline, prompt: Any = "a cat", **changes: Any) -> canvax
 
 def far(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).max())
+
+
+def psnr(got: Any, want: Any, peak: float = 1.0) -> float:
+    """Return the peak signal-to-noise ratio in dB."""
+    error = np.mean((np.asarray(got, np.float64) - np.asarray(want, np.float64)) ** 2)
+    return float(10 * np.log10(peak**2 / max(error, 1e-30)))
