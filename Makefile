@@ -114,7 +114,7 @@ bench: .venv/test-yes
 	$(BIN)/python -m benchmarks vae --model sd15 --against torch
 
 # The model in the package, from raw npm packages to the finished folder: minutes on a GPU, many hours on a CPU. Stop it
-# as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see docs/emoji-model.md.
+# as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see recipes/emoji/README.md.
 emoji-model: .venv/train out/emoji.zip
 	$(BIN)/python -m recipes.emoji train out/emoji.zip --output out/emoji-model $(TRAIN)
 	$(BIN)/python -m recipes.emoji quality --data out/emoji.zip --model out/emoji-model/model --output out/emoji-quality

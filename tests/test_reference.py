@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from canvax.call import Load, OptionRecord
-from canvax.cli.arguments import COMMANDS, parse
+from canvax.cli.arguments import COMMANDS, build_parser, parse
 from canvax.settings import declared
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -49,6 +49,21 @@ def test_pages_are_complete(pages: dict[str, str]) -> None:
     for name in (*declared(Load), *declared(OptionRecord)):
         assert f"| `{name}` |" in pages["settings.md"]
     assert "| `GET /api/images` |" in pages["http-api.md"]
+
+
+def test_each_flag_is_with_its_command_or_in_a_group_that_the_command_names(
+    pages: dict[str, str], generate: ModuleType
+) -> None:
+    text = pages["command-line.md"]
+    groups = {
+        title.splitlines()[0].lower(): title for title in text.partition("## Shared flags")[2].split("\n### ")[1:]
+    }
+    for name, _, parser in generate._commands(build_parser()):
+        section = text.partition(f"## canvax {name}\n")[2].partition("\n## ")[0]
+        named = [group for title, group in groups.items() if f"[{title}]".lower() in section.lower()]
+        for row in [row for rows in generate._groups(parser).values() for row in rows] if name != "ui" else []:
+            line = generate.table(("Flag", "Meaning"), [row]).splitlines()[-1]
+            assert line in section or any(line in group for group in named), (name, row[0])
 
 
 def commands(page: Path) -> list[str]:
