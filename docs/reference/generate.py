@@ -209,7 +209,9 @@ def http_api() -> str:
         "# HTTP API",
         "The same as `/openapi.json` of a running server, which leaves out aliases and routes without an effect. "
         "[A server and a page](../serving.md) explains how to use it. "
-        "Only `canvax ui` has `/api/images`. [Errors](../serving.md#errors) have the same codes on all routes.",
+        "Only `canvax ui` has `/api/images`. [Errors](../serving.md#errors) have the same codes on all routes. "
+        "Fields with the name of an option mean what [the settings](settings.md) say; [jobs](../serving.md#jobs) "
+        "explains the others, and the answers.",
     ]
     rows = [
         (f"`{method.upper()} {path}`", operation["summary"])
