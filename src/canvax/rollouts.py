@@ -28,7 +28,7 @@ Columns = Mapping[str, Any]
 
 
 class Start(NamedTuple):
-    """What a run begins from: the arguments of ``rollout`` after the parameters.
+    """The beginning of a run: the arguments of ``rollout`` after the parameters.
 
     Attributes:
         noise: [B, h, w, C] float32 of unit variance.
@@ -70,7 +70,7 @@ class Evaluation(NamedTuple):
 
     @property
     def transition(self) -> tuple[Array, Array]:
-        """What ``rollout(along=...)`` reads: the state before the row, and x after it."""
+        """The state before the row, and x after it, for ``rollout(along=...)``."""
         return self.state, self.sample
 
 

@@ -199,7 +199,7 @@ class Batch:
                     "slot", "holds an image", cure=f"take it out first, or choose one of {self.free}", value=slot
                 )
         if self._deep is not None:
-            raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
+            raise InputError("this batch reuses deep features, which images at other rows cannot share; fill it")
         flights = {
             slot: image.flight._replace(prompts=self._suited(image.flight.prompts)) for slot, image in images.items()
         }

@@ -344,7 +344,7 @@ class Pipeline(LoadedModel):
         Args:
             prompt: as in a call.
             negative_prompt: as in a call.
-            arguments: of a call, but for images, control, adapters beside the weights and a second pass.
+            arguments: of a call, except images, control, adapters beside the weights and a second pass.
 
         Raises:
             InputError: an argument cannot be used.

@@ -124,7 +124,7 @@ def _ask(body: Body | bytes, name: str | None, kind: Format, client: str) -> Job
     for side in ("width", "height"):
         mine, its = getattr(parameters, side), getattr(parameters.target_size, side, None)
         if None not in (mine, its) and mine != its:
-            problem = f"parameters.{side}={mine} beside target_size.{side}={its}; send one of them"
+            problem = f"parameters.{side}={mine} and target_size.{side}={its} differ; send one of them"
             raise Rejected(422, "invalid_value", problem, param=f"parameters.{side}")
     size = parameters.target_size
     return JobRequest(

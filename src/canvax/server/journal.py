@@ -202,7 +202,7 @@ class Journal:
             base.executescript(f"BEGIN IMMEDIATE; {tables} {marks} COMMIT;")  # it is locked from here
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                raise InputError(f"--journal {path}: another server has it; give each a file of its own") from None
+                raise InputError(f"--journal {path}: another server has it; give each server another file") from None
             raise InputError(f"--journal {path}: cannot be written ({error}); name another file") from None
         except sqlite3.DatabaseError as error:
             raise InputError(f"--journal {path}: is not a journal of canvax ({error}); name another file") from None

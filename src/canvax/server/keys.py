@@ -85,7 +85,7 @@ def _add(digests: dict[str, bytes], line: str, where: str) -> None:
     if not colon or not re.fullmatch(r"[\w.@-]{1,64}", name, re.ASCII):
         raise InputError(f"{where}: is not id:key, where an id is of letters, digits and .-_@")
     if name in digests:
-        raise InputError(f"{where}: there is a key of {name} already; give each key an id of its own")
+        raise InputError(f"{where}: there is a key of {name} already; give each key another id")
     if secret.lower().startswith("sha256:"):
         digest = _DIGEST.fullmatch(secret)
         if digest is None:

@@ -182,7 +182,7 @@ def _ask(
     card = model_named(engine, body.model or request.path_params.get("deployment"))
     _check_together(body)
     if len(images) > 1 and (mask is not None or body.strength is not None):
-        raise _wrong_number(f"{len(images)} images beside a mask or a strength", "send one")
+        raise _wrong_number(f"{len(images)} images with a mask or a strength", "send one")
     if len(images) > 1 and "editing" not in card.tasks:
         raise _wrong_number(f"{len(images)} images", f"{card.id} reads one")
     image = images[0] if images else None
@@ -239,7 +239,7 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
         raise Rejected(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
     size = int(match[1]), int(match[2])
     if (body.width or size[0], body.height or size[1]) != size:
-        message = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
+        message = f"size={body.size!r} and width={body.width}, height={body.height} differ; send one or the other"
         raise Rejected(400, "invalid_value", message, param="size")
     known = card.any_size or size in card.sizes or size not in _OPENAI_SIZES
     return size if known else nearest_size(card, size)

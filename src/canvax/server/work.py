@@ -596,7 +596,7 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
     begins = job_request.mask is not None or job_request.strength is not None
     if image is None or begins or not model.networks.denoiser.facts.edits:
         if job_request.references:
-            why = "are beside an image, without a mask and a strength, for a model that edits"
+            why = "need an image, no mask, no strength and a model that edits"
             raise InputError("references", why, cure="leave them out")
         return image, size
     images = [image, *job_request.references]
