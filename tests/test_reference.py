@@ -128,9 +128,9 @@ def test_prose_is_plain(page: Path) -> None:
 
 PACKAGE = DOCS.parent / "src" / "canvax"
 ROOMS = (
+    *("engine", "server"),
     *("families", "flax_api", "images", "kernels", "models", "parallel", "planning", "prompts", "samplers", "scale"),
     *("tokenizers", "train", "weights", "denoise.py", "nn.py", "noise.py", "params.py", "quantize.py"),
-    *("engine", "server"),
 )
 """Parts of the package whose docstrings and comments are checked."""
 
