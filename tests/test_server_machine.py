@@ -352,13 +352,23 @@ class AtOnce:
     def shutdown(self, *, wait: bool) -> None: ...
 
 
+class Nothing:
+    """Any metric, and any method of one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *_: object) -> Any:
+        return self
+
+
 class Silent(Metrics):
     """Counts nothing, which takes less time."""
 
     def __init__(self) -> None: ...
 
     def __getattribute__(self, name: str) -> Any:
-        return lambda *_: None
+        return Nothing()
 
 
 class Faults(logging.Handler):
@@ -722,7 +732,9 @@ class Waits(Silent):
 
     def __getattribute__(self, name: str) -> Any:
         seconds = object.__getattribute__(self, "seconds")
-        return seconds.append if name == "waited" else seconds if name == "seconds" else super().__getattribute__(name)
+        if name == "waited":
+            return SimpleNamespace(observe=seconds.append)
+        return seconds if name == "seconds" else super().__getattribute__(name)
 
 
 def ran(server: Server, *, until: Callable[[], bool]) -> None:
