@@ -325,14 +325,14 @@ def check_function(name: str, function: Any, count: int, arguments: str) -> None
         raise InputError(name, f"cannot be called with {arguments}", value=function) from None
 
 
-def refuse_others(others: Mapping[str, Any], function: str, cure: str) -> None:
-    """Refuse keywords that a function does not have.
+def refuse_others(others: Mapping[str, Any], cure: str) -> None:
+    """Refuse keywords that tokenizers do not have.
 
     Raises:
         InputError: there are any.
     """
     for name in others:
-        raise InputError(name, f"is not an argument of {function}", cure=cure)
+        raise InputError(name, "is not an argument of the tokenizer", cure=cure)
 
 
 def check_utf8(name: str, text: str) -> str:

@@ -79,7 +79,7 @@ def _network(group: Any) -> None:
     group.add_argument("--keys", metavar="FILE", help="clients' keys, lines of id:key (or the variable CANVAX_KEYS)")
     group.add_argument("--no-keys", action="store_true", help="serve all who reach --host, without keys")
     group.add_argument("--allow-host", nargs="+", default=[], metavar="NAME", help="host names of the server")
-    group.add_argument("--allow-origin", nargs="+", default=[], metavar="URL", help="sites whose pages may request")
+    group.add_argument("--allow-origin", nargs="+", default=[], metavar="URL", help="websites that may send requests")
     group.add_argument("--no-page", action="store_true", help="no page, only the APIs")
 
 

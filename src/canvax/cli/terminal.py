@@ -22,13 +22,8 @@ _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 def clean(text: str) -> str:
     """Escape characters that control a terminal or reorder text, except new lines and tabs."""
-    return "".join(
-        c if c in "\n\t" or not (unicodedata.category(c) in ("Cc", "Cs") or c in _BIDI) else _escaped(c) for c in text
-    )
-
-
-def _escaped(c: str) -> str:
-    return c.encode("unicode_escape").decode("ascii")
+    kept = (c in "\n\t" or not (unicodedata.category(c) in ("Cc", "Cs") or c in _BIDI) for c in text)
+    return "".join(c if keep else c.encode("unicode_escape").decode() for c, keep in zip(text, kept, strict=True))
 
 
 def complain(message: str, *, label: str = "") -> None:

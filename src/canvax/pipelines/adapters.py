@@ -552,7 +552,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
             }
             tokenizers = {part: replace(tokenizer, added=added[part]) for part, tokenizer in tokenizers.items()}
         self._loaded, self._words = loaded, words
-        self._pipe._exchange(replace(self._model, tokenizers=tokenizers, merged=self._record()), params)
+        model = replace(self._model, tokenizers=tokenizers, merged=self._record())
+        vars(self._pipe).update(model=model, params=params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
         """Return the change of one parameter by all adapters and words."""

@@ -168,7 +168,8 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
         ) from None
     if array.shape != shape or array.dtype != np.float32:
         got = f"{array.dtype} {array.shape}"
-        moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * _is_nchw(array.shape, shape)
+        channels_first = array.shape == (shape[0], shape[-1], *shape[1:-1])
+        moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * channels_first
         raise InputError(name, f"is {got}, not float [B, h, w, C] = {shape}{moved}")
     if not np.isfinite(array).all():
         raise InputError(name, "has values that are not finite")
@@ -183,10 +184,6 @@ def floats(value: Any) -> Any:
     """
     array = value if isinstance(value, Tracer) else np.asarray(value)
     return array if array.dtype.kind in "mMc" or array.dtype.fields else array.astype(np.float32)
-
-
-def _is_nchw(got: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(got) == 4 and got == (shape[0], shape[3], shape[1], shape[2])
 
 
 def check_seeds(seed: Any, count: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from canvax import settings
 from canvax.call import STRENGTH
-from canvax.errors import HintWarning, warn
+from canvax.errors import HintWarning
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
@@ -40,12 +40,6 @@ _WORDS = re.compile(
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """The usual spellings of textual inversions in prompts, and ComfyUI's names of their files."""
-
-
-def give_hints(model: Model, request: Request) -> None:
-    """Issue the warnings of ``hints``."""
-    for hint in hints(model, request):
-        warn(hint)
 
 
 def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:

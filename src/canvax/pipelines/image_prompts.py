@@ -381,7 +381,8 @@ class _Reader:
         elif prompt.embeds is not None:
             rows = prompt.embeds
         else:
-            rows = [self._of_image(net, image, mark) for image, mark in zip(prompt.images, prompt.marks, strict=True)]
+            seen = [self._vision(mark, image) for image, mark in zip(prompt.images, prompt.marks, strict=True)]
+            rows = [vector if net.kind == "plain" else features for vector, features in seen]
         return [self._keys(prompt.component, np.asarray(row)) for row in rows]
 
     def _nothing(self, net: IPAdapter) -> HostArray:
@@ -389,9 +390,6 @@ class _Reader:
         if net.kind == "plain":
             return np.zeros(net.reads, np.float32)
         return self._vision("", None)[1]
-
-    def _of_image(self, net: IPAdapter, image: Image.Image, mark: str) -> HostArray:
-        return self._vision(mark, image)[0 if net.kind == "plain" else 1]
 
     def _vision(self, mark: str, image: Image.Image | None) -> tuple[HostArray, HostArray]:
         if mark not in self._seen:

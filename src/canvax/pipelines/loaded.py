@@ -66,10 +66,6 @@ class LoadedModel:
     _changing: threading.RLock = field(default_factory=threading.RLock, init=False)
     """Lock that is held while ``model`` and ``params`` change, and while a call reads both."""
 
-    def _exchange(self, model: Model, params: Params) -> None:
-        """Set model and parameters together."""
-        vars(self).update(model=model, params=params)
-
     @property
     def mesh(self) -> Mesh:
         """The devices, with the axes ``data`` and ``model``."""

@@ -172,12 +172,6 @@ _RULES = (_check_curve, _check_guidance, _check_control, _check_window, _check_h
 Options.__doc__ = f"{Options.__doc__}\n{markdown(Options)}"
 
 
-def check_step_end(callback: Any) -> None:
-    """Refuse a value that cannot be called like a callback of diffusers."""
-    if callback is not None:
-        check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
-
-
 def check_options(options: Any) -> Options:
     """Return ``options`` or, for None, all defaults.
 

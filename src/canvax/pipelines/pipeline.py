@@ -33,7 +33,7 @@ from canvax.pipelines import functions
 from canvax.pipelines.checks import check_precision
 from canvax.pipelines.generate import metadata as metadata_of
 from canvax.pipelines.generate import text_to_image, two_passes
-from canvax.pipelines.hints import give_hints
+from canvax.pipelines.hints import hints
 from canvax.pipelines.loaded import LoadedModel, open_model
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.request import Call, Request, make_request
@@ -314,7 +314,8 @@ class Pipeline(LoadedModel):
             OutOfMemoryError: a device has too little memory; raised before the run if this can be foreseen.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "more")}
-        if not self._beside and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
+        merges = not self._beside and params is None
+        if merges and not isinstance(prompt, Mapping) and has_tags(prompt) and self.adapters.folder is not None:
             with self.adapters._named_in(prompt) as words:
                 everything: dict[str, Any] = {**arguments, "prompt": words}
                 return self(**everything)
@@ -371,15 +372,12 @@ class Pipeline(LoadedModel):
         request = make_request(self.model, replace(call, prompt=prompt))
         return replace(request, beside=shares) if shares else request
 
-    def _names_adapters(self, prompt: Any) -> bool:
-        """Return True if a prompt names adapters that may be read from a folder."""
-        return has_tags(prompt) and self.adapters.folder is not None
-
     def _generate(self, model: Model, request: Request, params: Params, seed: Any) -> Result:
         """Run a checked request with the model and parameters that it was checked for; ``seed`` is the caller's."""
         mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
         if not spread or multihost.is_main_process(mesh):
-            give_hints(model, request)
+            for hint in hints(model, request):
+                warn(hint)
         if spread:
             request = replace(request, seeds=multihost.broadcast_seeds(request.seeds, seed, *request.fingerprint()))
         cure = partial(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 
 from canvax.call import Call, Enlarging, Load
-from canvax.errors import InputError, check_flag, conflict, shown
+from canvax.errors import InputError, check_flag, check_function, conflict, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
-from canvax.pipelines.options import Options, Step, check_options, check_step_end
+from canvax.pipelines.options import Options, Step, check_options
 from canvax.samplers import find
 from canvax.settings import declared
 
@@ -26,16 +26,8 @@ Output = Literal["pil", "np", "numpy", "jax", "latent"]
 """Kinds of ``Result.images``."""
 _OWN = tuple(declared(Options))
 _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
-_OF_UPSCALE = (
-    "image",
-    "prompt",
-    "negative_prompt",
-    *declared(Enlarging),
-    "num_inference_steps",
-    "guidance_scale",
-    "seed",
-)
-_OF_UPSCALE += ("sampler", "options", "params")
+_OF_UPSCALE = ("image", "prompt", "negative_prompt", *declared(Enlarging))
+_OF_UPSCALE += ("num_inference_steps", "guidance_scale", "seed", "sampler", "options", "params")
 _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
@@ -244,7 +236,7 @@ def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], An
 
     Its latents are [B, C, h, w], and scaled as those of diffusers' scheduler.
     """
-    check_step_end(callback)
+    check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
 
     def call(step: Step) -> Any:
         given = np.ascontiguousarray(np.moveaxis(step.latents, -1, 1)) / np.float32(step.scale)
@@ -315,6 +307,5 @@ def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str
     return translate
 
 
-def translate_load(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of ``canvax.load`` for its ``arguments`` and ``others``."""
-    return loader(LOAD, tuple(declared(Load)), "an argument of canvax.load")(arguments, others)
+translate_load = loader(LOAD, tuple(declared(Load)), "an argument of canvax.load")
+"""The translator of the keywords of ``canvax.load``."""

@@ -68,10 +68,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _memory_fault(error: Exception) -> str:
-    return _first_line(error).removeprefix("RESOURCE_EXHAUSTED: ").removesuffix(".")
-
-
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     """Compile a program and return its figures, the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
@@ -86,7 +82,8 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"compile_seconds": time.perf_counter() - began, "refused": _memory_fault(error)}
+        fault = _first_line(error).removeprefix("RESOURCE_EXHAUSTED: ").removesuffix(".")
+        return {"compile_seconds": time.perf_counter() - began, "refused": fault}
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text(), compiled.memory_analysis()
     target = parse_target(job.target)

@@ -91,7 +91,7 @@ class TrainingRecord:
         flags=("--empty-captions", "--proportion-empty-prompts"),
     )  # fmt: skip
     unmasked_weight: float | None = setting(
-        None, "smallest weight of masked pixels; 1 does not read masks", low=0, high=1, cure="0.1 is usual",
+        None, "smallest weight of pixels outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
         unset="0", metavar="WEIGHT",
     )  # fmt: skip
     remat: bool = setting(
