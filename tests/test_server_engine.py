@@ -8,7 +8,7 @@ import io
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -301,10 +301,15 @@ def watched(engine: ImageEngine) -> tuple[Job, list[Previewed]]:
     """A job with four previews, and the list that they come into."""
     seen: list[Previewed] = []
     job = engine.submit(JobRequest("a red apple", seed=7, previews=4, steps=20))
+    noting(job, lambda event: seen.append(event) if isinstance(event, Previewed) else None)
+    return job, seen
+
+
+def noting(job: Job, note: Callable[[Any], None]) -> None:
+    """Somebody looks at a job, and hears all events."""
     job.look(60)
     tell = job.tell
-    job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
-    return job, seen
+    job.tell = lambda event: (note(event), tell(event))[1]  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("decoded", [True, False])
@@ -418,9 +423,7 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
     before, seen = compilations(), []
     company = [engine.submit(JobRequest("a dog face", seed=i, steps=9 + i, client="other")) for i in range(5)]
     job = engine.submit(JobRequest("a red apple", image=image, upscale=2.5, seed=5, steps=20, previews=3))
-    job.look(60)
-    tell = job.tell
-    job.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
+    noting(job, seen.append)
     finished([job, *company])
     assert compilations() == before
     same(job, expected.images)
@@ -445,9 +448,7 @@ def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -
     options = {"hires": 1.5, "hires_strength": 0.5, "hires_steps": 6}
     small = engine.submit(JobRequest(**asked))
     both = engine.submit(JobRequest(**asked, n=2, previews=4, options=options))
-    both.look(60)
-    tell = both.tell
-    both.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
+    noting(both, seen.append)
     latent = engine.submit(JobRequest(**asked, options={**options, "hires_method": "latent"}))
     finished([small, both, latent])
     image = Image.open(io.BytesIO(small.pictures[0].data or b"")).resize((96, 96), Image.Resampling.LANCZOS)

@@ -793,6 +793,16 @@ def test_a_model_that_cannot_be_loaded_costs_its_jobs(server: Server) -> None:
     ran(server, until=lambda: job.status is Status.DONE)
 
 
+def test_a_join_that_fails_costs_its_jobs(server: Server) -> None:
+    WORLD.fails["join"] = ALWAYS, "broken"
+    names = [submitted(server) for _ in range(3)]
+    ran(server, until=lambda: all(server.known[name].status.over for name in names))
+    assert [server.known[name].error for name in names] == [("server_error", ANY)] * 3
+    WORLD.fails = {}
+    name = submitted(server)
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+
+
 def test_an_engine_without_progress_counts_as_failed(server: Server) -> None:
     """While it has work; not while it is idle. It is ready again when it goes on."""
     codes, most = list[str](), EngineSettings().stall_seconds
@@ -803,13 +813,15 @@ def test_an_engine_without_progress_counts_as_failed(server: Server) -> None:
             server.engine.submit(JobRequest("", model="a"))
         codes.append(refused.value.code)
 
-    WORLD.now += most + 1
     name = submitted(server)
     server.jobs.clear()  # it is late
     WORLD.meanwhile["step"] = stall
     ran(server, until=lambda: server.known[name].status is Status.DONE)
     assert codes == ["failed"]
-    submitted(server)
+    with pytest.raises(Asleep):  # there is nothing to do
+        server.engine._next_turn()
+    WORLD.now += most + 1
+    assert server.engine.state is State.READY
 
 
 @pytest.mark.parametrize("where", ["_turn", "_start_over"])
