@@ -551,9 +551,14 @@ class Server(RuleBasedStateMachine):
 
     @invariant()
     def something_can_run(self) -> None:
-        """Or be decoded, or the writer is full. A job that is to run alone waits for the last file of the others."""
+        """Or be decoded, or the writer is full. A job that is to run alone waits for those that have begun.
+
+        They may wait for the programs of their second passes, and then for files.
+        """
         ready, engine = self.engine._models.groups(), self.engine
-        if any(item.group in ready for item in engine._queue) and not (engine._suspects and self._unwritten()):
+        if any(item.group in ready for item in engine._queue) and not (
+            engine._suspects and (self._unwritten() or engine._at_work())
+        ):
             assert self._is_full() or engine._can_decode() or engine._leader() is not None
 
     @invariant()
