@@ -9,15 +9,12 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
-import pickle
 import re
 import resource
 import socket
 import struct
 import sys
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +41,6 @@ from tests.support.serving import (
     APIS,
     Web,
     b64,
-    body_of,
     check_refused,
     heard,
     picture,
@@ -119,32 +115,6 @@ BODIES: dict[str, bytes] = {
 def test_json(site: Web, attack: str) -> None:
     check_refused("own", site.http.post("/api/jobs", content=BODIES[attack], headers=JSON), 400)
     assert site.engine.asks == []
-
-
-ASKED_FOR: dict[str, tuple[Any, ...]] = {
-    "seed": (2**64, 2**200, -2, 1.5, "1" * 5000, [], {}, True, "nan"),
-    "guidance_scale": ("nan", "inf", "-inf", 1e300, -1e300, 10**40),
-    "steps": (0, -1, 2**63, 10**30, 1e30, "20; DROP TABLE jobs"),
-    "width": (0.5, -64, 2**31, 2**63, "64abc", "0x40", 99999),
-    "sampler": ("x" * 101, {"__class__": "x"}, ["euler"], 7),
-}
-_IN_A1111 = {"guidance_scale": "cfg_scale", "sampler": "sampler_name"}
-
-
-@pytest.mark.parametrize("api", ["own", "a1111"])
-@pytest.mark.parametrize("field", ASKED_FOR)
-def test_values(site: Web, field: str, api: str) -> None:
-    """A1111's form, as Hugging Face's, reads "1" as a number; OpenAI's is strict as canvax's."""
-    for value in ASKED_FOR[field]:
-        name = _IN_A1111.get(field, field) if api == "a1111" else field
-        answer = site.http.post(APIS[api], content=json.dumps({"prompt": "x", name: value}).encode(), headers=JSON)
-        if answer.status_code in (200, 202):
-            asked = vars(site.engine.asks[-1]).items()
-            wild = {name: one for name, one in asked if isinstance(one, int | float) and not abs(one) < 2**64}
-            assert not wild, value
-            assert api == "a1111" or value in (True, 1e300), value
-        else:
-            check_refused(api, answer, 400, 422)
 
 
 def test_numbers_that_no_json_can_hold_do_not_come_back(site: Web) -> None:
@@ -245,19 +215,6 @@ def test_prompts(model: Any, name: str, syntax: str) -> None:
     if why:
         assert (why.status, why.param) == (400, "prompt")
         assert len(why.message.encode()) < 2000
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_over_the_wire(site: Web, name: str) -> None:
-    for api, path in APIS.items():
-        content = json.dumps(body_of(api, PROMPTS[name])).encode()
-        answer = site.http.post(path, content=content, headers=JSON)
-        if answer.status_code not in (200, 202):
-            check_refused(api, answer, wrong_of(api))
-        elif api == "own":
-            told = site.done(answer.json())
-            assert told["status"] == "done"
-            assert site.http.get(told["images"][0]["url"]).status_code == 200
 
 
 # Bodies that are too large, or lie about it.
@@ -544,25 +501,6 @@ def webp_of(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-def zipped() -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("a.png", b"\0" * MEGABYTE)
-    return out.getvalue()
-
-
-class Runs:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/canvax-was-here",)
-
-
-def exif_of(text: bytes) -> bytes:
-    """A JPEG with an EXIF block of any bytes."""
-    return picture("JPEG", exif=b"Exif\0\0" + text)
-
-
 BOMB = zlib.compress(bytes(200 * MEGABYTE), 9)
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://HOST/x.png"/><script>x</script></svg>'
 FILES: dict[str, Callable[[], bytes]] = {
@@ -574,10 +512,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a moving PNG": lambda: animated("PNG"), "half a PNG": lambda: picture()[:50],
     "a large JPEG": lambda: jpeg_of(65_500, 65_500),
     "a WebP with a canvas of terabytes": lambda: webp_of(1 << 24, 1 << 24), "a GIF": lambda: saved("GIF"),
-    "an EPS": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) (r) file\n",
-    "an SVG": lambda: SVG, "a pickle": lambda: pickle.dumps(Runs()),
-    "EXIF that goes round": lambda: exif_of(b"II*\0\x08\0\0\0\x01\0\x69\x87\4\0\1\0\0\0\x08\0\0\0" + bytes(8))[:300],
-    "the colours of a printer": lambda: saved("JPEG", "CMYK"),
+    "an SVG": lambda: SVG, "the colours of a printer": lambda: saved("JPEG", "CMYK"),
 }  # fmt: skip
 
 Sent = Callable[[Web, bytes], httpx.Response]
@@ -629,7 +564,6 @@ def test_files(site: Web, attack: str, doors: list[str]) -> None:
             assert "0x" not in answer.text
     assert site.engine.asks == []
     assert memory() - before < 400 * MEGABYTE
-    assert not Path("/tmp/canvax-was-here").exists()
 
 
 def test_pixels_that_unpack_to_more_than_the_image_are_left(site: Web) -> None:
@@ -641,20 +575,14 @@ def test_pixels_that_unpack_to_more_than_the_image_are_left(site: Web) -> None:
 def test_an_image_that_is_something_else_as_well(site: Web) -> None:
     """Only pixels get in, and none of the bytes come out again."""
     payload = b"<?php system($_GET[0]); ?><script>alert(1)</script>"
-    for data in (picture() + payload + zipped(), picture("JPEG", comment=payload), png_with(payload)):
+    pixels = b"IDAT", zlib.compress(bytes(64 * (64 * 3 + 1)))
+    for data in (picture() + payload, picture("JPEG", comment=payload), png((b"tEXt", b"Comment\0" + payload), pixels)):
         job = site.done(site.submit(image=b64(data)))
         image = site.engine.asks[-1].image
         assert image is not None
         assert type(image) is Image.Image
         assert payload.decode() not in str(image.info)
         assert payload not in site.http.get(job["images"][0]["url"]).content
-
-
-def png_with(text: bytes) -> bytes:
-    """A PNG with a text."""
-    data = picture()
-    chunk = b"tEXt" + b"Comment\0" + text
-    return data[:33] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
 
 
 SETTINGS = {
@@ -831,25 +759,6 @@ def test_forms(site: Web, attack: str) -> None:
     check_refused("openai", answer, 400, 415)
     assert time.process_time() - began < 2
     assert site.engine.asks == []
-
-
-def test_names_of_files_are_ignored(site: Web, tmp_path: Path) -> None:
-    for name in (
-        "../../evil.png",
-        "/etc/passwd",
-        "C:\\evil.png",
-        "a\0.png",
-        "evil.php",
-        "",
-        "%2e%2e%2fevil",
-        str(tmp_path),
-    ):
-        files = form(PROMPT, file(filename=name), field("user", b"x"))
-        headers = {"Content-Type": "multipart/form-data; boundary=x"}
-        answer = site.http.post("/v1/images/edits", content=files, headers=headers)
-        assert answer.status_code in (200, 400), name
-        assert "evil" not in answer.text
-    assert list(tmp_path.iterdir()) == []
 
 
 # Keys.

@@ -561,9 +561,14 @@ class Server(RuleBasedStateMachine):
 
     @invariant()
     def something_can_run(self) -> None:
-        """Or be decoded, or the writer is full. A job that is to run alone waits for the last file of the others."""
+        """Or be decoded, or the writer is full. A job that is to run alone waits for those that have begun.
+
+        They may wait for the programs of their second passes, and then for files.
+        """
         ready, engine = self.engine._models.groups(), self.engine
-        if any(item.group in ready for item in engine._queue) and not (engine._suspects and self._unwritten()):
+        if any(item.group in ready for item in engine._queue) and not (
+            engine._suspects and (self._unwritten() or engine._at_work())
+        ):
             assert self._is_full() or engine._can_decode() or engine._leader() is not None
 
     @invariant()
@@ -805,6 +810,16 @@ def test_a_model_that_cannot_be_loaded_costs_its_jobs(server: Server) -> None:
     ran(server, until=lambda: job.status is Status.DONE)
 
 
+def test_a_join_that_fails_costs_its_jobs(server: Server) -> None:
+    WORLD.fails["join"] = ALWAYS, "broken"
+    names = [submitted(server) for _ in range(3)]
+    ran(server, until=lambda: all(server.known[name].status.over for name in names))
+    assert [server.known[name].error for name in names] == [("server_error", ANY)] * 3
+    WORLD.fails = {}
+    name = submitted(server)
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+
+
 def test_an_engine_without_progress_counts_as_failed(server: Server) -> None:
     """While it has work; not while it is idle. It is ready again when it goes on."""
     codes, most = list[str](), EngineSettings().stall_seconds
@@ -815,13 +830,15 @@ def test_an_engine_without_progress_counts_as_failed(server: Server) -> None:
             server.engine.submit(JobRequest("", model="a"))
         codes.append(refused.value.code)
 
-    WORLD.now += most + 1
     name = submitted(server)
     server.jobs.clear()  # it is late
     WORLD.meanwhile["step"] = stall
     ran(server, until=lambda: server.known[name].status is Status.DONE)
     assert codes == ["failed"]
-    submitted(server)
+    with pytest.raises(Asleep):  # there is nothing to do
+        server.engine._next_turn()
+    WORLD.now += most + 1
+    assert server.engine.state is State.READY
 
 
 @pytest.mark.parametrize("where", ["_turn", "_start_over"])

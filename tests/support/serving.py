@@ -285,6 +285,12 @@ def picture(kind: str = "PNG", size: tuple[int, int] = (64, 64), colour: Any = "
     return out.getvalue()
 
 
+def some_colours(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    """An image of squares."""
+    colours = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), np.uint8)
+    return Image.fromarray(np.kron(colours, np.ones((8, 8, 1), np.uint8)))
+
+
 def b64(image: bytes | Image.Image) -> str:
     """A file, or an image as a PNG, as text."""
     return base64.b64encode(image if isinstance(image, bytes) else as_png(image)).decode()
