@@ -26,7 +26,8 @@ EMOJI = BUNDLED["emoji"] / "tokenizer"
 NASTY = [
     "", " ", "a red apple", "  A  Red\tAPPLE\n ", "🍎🍕 pizza", "👩‍👩‍👧‍👦 family", "🇩🇪 flag", "café", "cafe\u0301",
     "naïve Ångström", "ﬁne ligatures ½ ² №", "&amp; &lt;b&gt; &#39;", "it's they're we've I'm you'll he'd o'clock",
-    "x'S Y'T", "1234567890 12.5", "a_b-c+d=e", "!!!", "wow! great!! ok", "...", "日本語のテキスト", "한국어", "العربية نص",
+    "x'S Y'T", "1234567890 12.5", "a_b-c+d=e", "!!!", "wow! great!! ok", "...", "日本語のテキスト", "한국어",
+    "العربية نص",
     "עברית", "हिन्दी", "ไทย", "\u200b\u200czero width", "\x00\x01control\x7f", "\u00a0nbsp\u2003em\u3000ideographic",
     "line\r\nbreak", "\ufeffbom", "<|endoftext|>", "a <|startoftext|> b <|endoftext|> c", "<|ENDOFTEXT|>",
     "<|endoftext|", "\U0001d54f\U0001f468", "İstanbul ǅ ẞ", "a" * 300, "supercalifragilisticexpialidocious",
