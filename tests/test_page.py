@@ -1536,7 +1536,7 @@ def test_an_upscaled_image_of_elsewhere(saving: Site, how: str) -> None:
         saving.key("r")
     else:
         data = encoded(image, "png", {**made, "upscale": 2.0, "prompt": "a fox"})
-        site.give(data=data)
+        saving.give(data=data)
     page.wait_for_selector(".toast >> text=upscaled 2 ×")
     assert (page.input_value("#size"), page.input_value("#seed")) == ("96x64", "")
     assert page.input_value("#prompt") == "a fox"
