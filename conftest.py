@@ -43,6 +43,8 @@ from canvax.weights.location import BUNDLED
 from tests.support.bundled import PACKAGED
 from tests.support.random_numbers import begin_anew
 
+gc.set_threshold(200_000, 20, 100)  # else a third of the time in which all modules are imported
+
 # Numbers and shapes become others only where the code says so: a silent float32 in a 16-bit network is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

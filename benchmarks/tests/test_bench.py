@@ -19,12 +19,10 @@ import numpy as np
 import pytest
 
 from benchmarks.command import run
-from benchmarks.lab import measure as measuring
 from benchmarks.lab.job import Job, lengthened, make_inputs, names_of, text_rows
 from benchmarks.lab.layouts import SMALL as FEW_STEPS
 from benchmarks.lab.measure import _compare, _fit_together, measure
 from benchmarks.lab.models import preset_bytes, write_random
-from benchmarks.lab.process import Contender
 from canvax.cli import BAD_INPUT, INTERRUPTED, main
 from canvax.cli.bench import _figures, lines
 from canvax.compile.programs import Programs
@@ -89,21 +87,6 @@ def without_site(folder: Path) -> str:
 
 
 # Measuring
-
-
-@pytest.mark.weekly
-def test_alone(bench: Bench, small: Path) -> None:
-    report = bench("unet", "--model", small, "--size", "64x32")
-    one = report["contenders"]["canvax"]
-    assert (report["ours"], report["theirs"], report["ratio"], report["peer"]) == (one["median_s"], None, None, None)
-    assert (report["width"], report["height"], report["dtype"]) == (64, 32, "float32")
-    assert len(one["seconds"]) == 2
-    assert 0 < one["min_s"] <= one["median_s"] <= one["max_s"]
-    assert one["compile_s"] > 0 < one["load_s"]
-    assert one["flops_per_s"] > 0 == one["flops_per_s"] - one["flops"] / one["median_s"]
-    assert one["share_of_peak"] is one["device_peak_bytes"] is None
-    assert one["host_peak_bytes"] > 50e6
-    assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
 
 
 @pytest.mark.parametrize("part", ["unet", pytest.param("picture", marks=pytest.mark.weekly)])
@@ -215,32 +198,6 @@ def test_few_steps_in_16_bits_may_drift(
     else:
         with pytest.raises(CanvaxError):
             _compare(job, ours, theirs)
-
-
-@pytest.mark.weekly
-def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
-    """PyTorch given another checkpoint than canvax: the same shapes, another seed."""
-    pytest.importorskip("diffusers")
-    other = write_random(tmp_path / "other", SMALL, dtype=np.float16, seed=1)
-
-    class Misled(Job):
-        def write(self, path: Path, contender: str, **more: Any) -> Path:
-            job = self if contender == "canvax" else replace(self, folder=other)
-            return Job.write(job, path, contender, **more)
-
-    job = Misled("text", small, 64, 64, 1, 2, "float32", "cpu")
-    with pytest.raises(CanvaxError, match="torch and canvax do different work"):
-        measure(job, [Contender("torch")], 1, tell=lambda text: None)
-
-
-@pytest.mark.weekly
-def test_contenders_that_do_not_fit_together_run_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "available_bytes", lambda: 0)
-    said: list[str] = []
-    found = measure(Job("text", small, 64, 64, 1, 2, "float32", "cpu"), [], 2, tell=said.append)
-    assert len(found["canvax"]["seconds"]) == 2
-    assert [line.partition(":")[0] for line in said] == ["round 1 of 2", "round 2 of 2"]
-    assert all("alone" in line for line in said)
 
 
 @pytest.mark.weekly
