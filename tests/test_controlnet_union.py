@@ -163,17 +163,6 @@ def test_files(base: canvax.Pipeline, folder: Path, pipe: Any, tmp_path: Path) -
         base.with_controlnet(tmp_path / "part.safetensors")
 
 
-@pytest.mark.weekly
-def test_other_dtypes(base: canvax.Pipeline, folder: Path) -> None:
-    mesh = make_mesh(jax.devices()[:1])
-    changes: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantize": "int8"}]
-    for keywords in changes:
-        pipe = canvax.load(base.model.name, mesh=mesh, controlnet=folder, **keywords)
-        steered = draw(pipe, control={"depth": edges(1), "tile": edges(2)})
-        assert far(steered.pixels, draw(pipe, height=64, width=64).pixels) > 1e-3
-        assert pipe.compile(control=True, progress=False) is not None
-
-
 def test_flags() -> None:
     assert named_control({"control": "a.png"}) == ((("", "a.png", None),),)
     assert named_control({"control": "./a=b.png"}) == ((("", "./a=b.png", None),),)

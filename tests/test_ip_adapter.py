@@ -389,13 +389,6 @@ def test_rows_on_a_cluster(base: canvax.Pipeline, root: Path, tmp_path: Path, mo
     assert apart.max() <= 2
 
 
-def test_pickled_pipeline(pipe: canvax.Pipeline) -> None:
-    other = pickle.loads(pickle.dumps(pipe))
-    assert [one.name for one in other.model.ip_adapters] == [one.name for one in pipe.model.ip_adapters]
-    want = draw(pipe, image_prompt=photo(1)).latents
-    np.testing.assert_allclose(draw(other, image_prompt=photo(1)).latents, want, atol=1e-5)
-
-
 def test_names_of_diffusers(pipe: canvax.Pipeline) -> None:
     want = draw(pipe, image_prompt=[ImagePrompt(photo(1)), ImagePrompt(photo(2), adapter=1)]).latents
     np.testing.assert_array_equal(draw(pipe, ip_adapter_image=[photo(1), photo(2)]).latents, want)
