@@ -169,16 +169,6 @@ def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.Pipeline, monkeypa
     assert [bool(one) for one in seen[0]] == [True, True, False, False]
 
 
-@pytest.mark.weekly
-def test_on_several_devices(base: canvax.Pipeline, folders: list[Path], pipe: canvax.Pipeline) -> None:
-    shape = (2, 2)
-    mesh = make_mesh(jax.devices()[:4], data=shape[0], model=shape[1])
-    spread = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0])
-    controls = [edges(i) for i in range(3)]
-    want = draw(pipe, ["a cat"] * 3, control=controls).latents
-    assert far(draw(spread, ["a cat"] * 3, control=controls).latents, want) < 1e-4
-
-
 def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None

@@ -117,30 +117,6 @@ def test_numbers_that_16_bits_round_are_embedded_exactly(what: str) -> None:
     assert np.abs(half - exact).max() < apart / 4
 
 
-@pytest.mark.slow
-def test_same_picture_on_many_devices(folder: Path, base: canvax.Pipeline) -> None:
-    count = 8
-    prompts = ["a cat", "a dog", "a red apple"]
-    options = {"prompt_2": ["x", "y", "z"], "original_size": (32, 32), "negative_target_size": (9, 9)}
-    want = draw(base, prompts, options=options)
-    got = draw(load(folder, count), prompts, options=options)
-    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
-
-
-def test_metadata_draws_it_again(base: canvax.Pipeline) -> None:
-    options = {"prompt_2": ["x", "y"], "negative_prompt_2": "z", "crops_coords_top_left": (8, 0)}
-    result = draw(base, ["a cat", "a dog"], options=options)
-    said = json.loads(json.dumps(result.metadata[1]))
-    assert said["options"]["prompt_2"] == "y"
-    again = canvax.Options(**said["options"], progress=False)
-    assert again.crops_coords_top_left == (8, 0)
-    got = base(
-        said["prompt"], said["negative_prompt"], num_inference_steps=said["num_inference_steps"], seed=said["seed"],
-        options=again,
-    )  # fmt: skip
-    np.testing.assert_allclose(got.latents[0], result.latents[1], atol=1e-4)
-
-
 @pytest.mark.parametrize("sampler", ["Euler", "Euler a", "DDIM", "DDPM"])
 @pytest.mark.parametrize("cut", [0.8, 0.45])
 def test_run_in_two_parts(sampler: str, cut: float, emoji: canvax.Pipeline) -> None:
