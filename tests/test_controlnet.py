@@ -32,15 +32,14 @@ from canvax.images.maps import canny, control_map
 from canvax.models.controlnet import ControlNet, scaled
 from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
-from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.pipelines.control import check_control, layer_weights, strengths
 from canvax.scale import named_images
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
-from tests.support.control_files import adapter, config_of, controlnet, union
-from tests.support.drawing import draw, far
+from tests.support.control_files import adapter, config_of, controlnet, edges, union
+from tests.support.drawing import draw, far, one_device
 from tests.support.parked import parked
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET
@@ -49,12 +48,6 @@ from tests.support.small_sdxl import build
 QUIET = canvax.Options(progress=False)
 LATENTS = (8, 8, 4)
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    """White lines on black."""
-    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
-    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +278,7 @@ def test_larger_by_tiles(pipe: canvax.Pipeline, base: canvax.Pipeline) -> None:
 
 
 def test_compiled_ahead(base: canvax.Pipeline, folders: list[Path]) -> None:
-    fresh = canvax.load(base.model.name, mesh=make_mesh(jax.devices()[:1]), controlnet=folders[1])
+    fresh = canvax.load(base.model.name, mesh=one_device(), controlnet=folders[1])
     built = fresh.compile(control=True, progress=False)
     assert [one.program for one in built] == ["text encoder", "control encoder", "denoiser", "decoder"]
     assert draw(fresh, control=edges(1)).compilations == 0

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -19,26 +18,20 @@ from safetensors.numpy import load_file, save_file
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.again import again
-from canvax.parallel.mesh import make_mesh
 from canvax.scale.named_images import named_control
 from canvax.weights.location import BUNDLED
-from tests.support.control_files import controlnet, union
-from tests.support.drawing import draw, far
+from tests.support.control_files import controlnet, edges, union
+from tests.support.drawing import draw, far, one_device
 from tests.support.refusals import refused
 from tests.support.small_sdxl import build
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
-    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     folder = build(tmp_path_factory.mktemp("model") / "base")
-    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    return canvax.load(folder, dtype="float32", mesh=one_device())
 
 
 @pytest.fixture(scope="module")

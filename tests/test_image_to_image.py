@@ -26,6 +26,7 @@ from canvax.pipelines.prepare import encode_images
 from canvax.pipelines.request import Call, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
+from tests.support.drawing import one_device
 from tests.support.refusals import refused
 
 SIZE = 64
@@ -326,7 +327,7 @@ def test_several_processes_refuse_renoised_masks_before_anything_compiles(
 
 def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
     """An encoder that says "zero, give or take one" shows the noise itself."""
-    mesh = canvax.make_mesh(jax.devices()[:1])
+    mesh = one_device()
     shape, seeds = (2, 8, 8, 4), [3, 2**64 - 1]
     options = SimpleNamespace(noise="philox")
     request: Any = SimpleNamespace(height=64, width=64, shape=shape, seeds=seeds, options=options)

@@ -43,7 +43,7 @@ from canvax.scale.data import _Settings as cluster_rows
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from tests.support.control_files import controlnet
-from tests.support.drawing import draw, far
+from tests.support.drawing import draw, far, one_device
 from tests.support.hub_imitation import HubImitation, Repository, folder_files
 from tests.support.ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from tests.support.refusals import refused
@@ -75,7 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def base(root: Path) -> canvax.Pipeline:
     """A small random model of 64 x 64 pixels."""
-    return canvax.load(write_small_checkpoint(root / "base"), mesh=make_mesh(jax.devices()[:1]))
+    return canvax.load(write_small_checkpoint(root / "base"), mesh=one_device())
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_image_prompts_of_a_quantised_model(
 ) -> None:
     """The adapter is quantised as the model is, and says what it says without."""
     files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
-    narrow = canvax.load(root / "base", quantize=kind, mesh=make_mesh(jax.devices()[:1])).with_ip_adapter(files)
+    narrow = canvax.load(root / "base", quantize=kind, mesh=one_device()).with_ip_adapter(files)
     prompt = ImagePrompt(photo(1), adapter=adapter)
 
     def effect(pipe: canvax.Pipeline) -> np.ndarray:
@@ -187,7 +187,7 @@ def test_rows_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for least in (1 << 60, 1):
         monkeypatch.setattr(outline, "LARGE_ROWS", least)
-        with compiling_for("cpu", make_mesh(jax.devices()[:1])):
+        with compiling_for("cpu", one_device()):
             found.append(inner.__wrapped__(p, x, k, v, images, heads=2, upcast=False))
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
 
@@ -481,7 +481,7 @@ FROM_HUB = """
 import json, sys
 import canvax, jax
 from canvax.parallel.mesh import make_mesh
-pipe = canvax.load(sys.argv[1], mesh=make_mesh(jax.devices()[:1]))
+pipe = canvax.load(sys.argv[1], mesh=one_device())
 answers = []
 for file, encoder in json.load(sys.stdin):
     try:

@@ -32,6 +32,7 @@ from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
 from tests.support.checkpoints import write_json
+from tests.support.drawing import one_device
 from tests.support.small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 
 QUIET = canvax.Options(progress=False)
@@ -93,7 +94,7 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.weekly)])
 def test_low_precision(dtype: str, folder: Path, base: canvax.Pipeline) -> None:
-    pipe = canvax.load(folder, dtype=dtype, mesh=make_mesh(jax.devices()[:1]))
+    pipe = canvax.load(folder, dtype=dtype, mesh=one_device())
     options = {"prompt_2": "a dog", "original_size": (1083, 1081)}
     want, got = draw(base, options=options), draw(pipe, options=options)
     assert np.isfinite(got.latents).all()
@@ -240,7 +241,7 @@ def test_vae_stays_finite(dtype: str, upcast: bool) -> None:
         conv = params["decoder"]["up_blocks"][block]["upsamplers"]["0"]["conv"]
         conv["weight"] = conv["weight"] * 200
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
-    programs = Programs(Networks(UNetDenoiser(UNET), cfg, TEXT), make_mesh(jax.devices()[:1]))
+    programs = Programs(Networks(UNetDenoiser(UNET), cfg, TEXT), one_device())
     latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32)
     decode = programs.program("decoder", {"vae": params}, latents.shape, Kinds(guided=()))
     images = np.asarray(decode({"vae": params}, latents))
