@@ -47,7 +47,7 @@ from tests.support.drawing import draw, far, one_device
 from tests.support.hub_imitation import HubImitation, Repository, folder_files
 from tests.support.ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from tests.support.refusals import refused
-from tests.support.small_checkpoint import UNET, write_small_checkpoint
+from tests.support.small_checkpoint import UNET
 
 
 def photo(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
@@ -73,9 +73,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(root: Path) -> canvax.Pipeline:
+def base(small: canvax.Pipeline) -> canvax.Pipeline:
     """A small random model of 64 x 64 pixels."""
-    return canvax.load(write_small_checkpoint(root / "base"), mesh=one_device())
+    return small
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_nothing_recompiles(pipe: canvax.Pipeline) -> None:
 
 def test_adapters_wait_in_the_hosts_memory(base: canvax.Pipeline, pipe: canvax.Pipeline, root: Path) -> None:
     files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
-    waiting = canvax.load(root / "base", mesh=base.mesh, offload=True).with_ip_adapter(files)
+    waiting = canvax.load(base.model.name, mesh=base.mesh, offload=True).with_ip_adapter(files)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting.params)} == {HOST}
     want, got = (draw(each, image_prompt=ImagePrompt(photo(1), adapter=1)).latents for each in (pipe, waiting))
     np.testing.assert_array_equal(got, want)
@@ -126,7 +126,7 @@ def test_image_prompts_of_a_quantised_model(
 ) -> None:
     """The adapter is quantised as the model is, and says what it says without."""
     files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
-    narrow = canvax.load(root / "base", quantize=kind, mesh=one_device()).with_ip_adapter(files)
+    narrow = canvax.load(base.model.name, quantize=kind, mesh=one_device()).with_ip_adapter(files)
     prompt = ImagePrompt(photo(1), adapter=adapter)
 
     def effect(pipe: canvax.Pipeline) -> np.ndarray:
@@ -168,7 +168,7 @@ def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
 @pytest.mark.weekly
 def test_two_devices(root: Path, pipe: canvax.Pipeline) -> None:
     model = 2
-    own = canvax.load(root / "base", mesh=make_mesh(jax.devices()[:2], model=model))
+    own = canvax.load(pipe.model.name, mesh=make_mesh(jax.devices()[:2], model=model))
     own = own.with_ip_adapter(root / "models" / "plain.safetensors")
     more: dict[str, Any] = {"image_prompt": ImagePrompt([photo(0), photo(1)], mask=half(left=True))}
     got = draw(own, ["a cat", "a dog"], seed=[1, 2], **more)
@@ -421,7 +421,7 @@ def test_command(base: canvax.Pipeline, root: Path, tmp_path: Path, capsys: pyte
     photo(1).save("photo.png")
     photo(2).save("other.png")
     half(left=True).save("mask.png")
-    model = ["-m", str(root / "base"), "--mesh", "data=1", "--steps", "4", "--seed", "1", "-q"]
+    model = ["-m", str(base.model.name), "--mesh", "data=1", "--steps", "4", "--seed", "1", "-q"]
     named = ["--ip-adapter", str(root / "models" / "plus.safetensors")]
     full = ["generate", "a cat", *model, *named, "--ip-image", "photo.png:0.6", "--ip-mask", "mask.png", "-o", "a.png"]
     assert main(full) == 0
@@ -434,7 +434,7 @@ def test_command(base: canvax.Pipeline, root: Path, tmp_path: Path, capsys: pyte
     told = capsys.readouterr().out
     assert re.search(r"--ip-adapter \S+plus.safetensors --ip-image PROMPT1:0.6 --ip-mask MASK1", told)
     assert "not in the file" in told
-    again = ["generate", "--from-image", "a.png", "-m", str(root / "base"), *named, "--mesh", "data=1", "-q", "-o"]
+    again = ["generate", "--from-image", "a.png", "-m", str(base.model.name), *named, "--mesh", "data=1", "-q", "-o"]
     assert main([*again, "b.png", "--ip-image", "photo.png:0.6", "--ip-mask", "mask.png"]) == 0
     np.testing.assert_array_equal(np.asarray(Image.open("a.png")), np.asarray(Image.open("b.png")))
     capsys.readouterr()
@@ -509,7 +509,7 @@ def test_hub(base: canvax.Pipeline, root: Path, tmp_path: Path) -> None:
 
         def ask(*calls: tuple[str, str | None], **variables: str) -> list[Any]:
             done = subprocess.run(
-                [sys.executable, "-c", FROM_HUB, str(root / "base")], input=json.dumps(calls), env=env | variables,
+                [sys.executable, "-c", FROM_HUB, str(base.model.name)], input=json.dumps(calls), env=env | variables,
                 capture_output=True, text=True, timeout=120,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
