@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 AS_FOR_USERS = {
     *("test_batch", "test_cli_process", "test_golden", "test_image_to_image", "test_kernels", "test_pipeline"),
 }
-"""Modules, in tests/parity too, whose programs and those of the processes they start are compiled as users' are."""
+"""Modules whose programs, and those of the processes that they start, are compiled as users' are."""
 
 OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""

@@ -402,18 +402,6 @@ def test_names_of_diffusers(pipe: canvax.Pipeline) -> None:
         pipe.set_ip_adapter_scale(0.6)
 
 
-def test_metadata(pipe: canvax.Pipeline) -> None:
-    prompts = [ImagePrompt([photo(0), photo(1)], [1.0, 0.5], half(left=True)), ImagePrompt(photo(2), adapter=1)]
-    records = draw(pipe, ["a", "b"], image_prompt=prompts).metadata
-    assert [Path(name).name for name in records[0]["ip_adapter"]] == ["plain.safetensors", "plus.safetensors"]
-    first, second = records[0]["image_prompts"], records[1]["image_prompts"]
-    assert [one["scale"] for one in (*first, *second)] == [1.0, 1.0, 0.5, 1.0]
-    assert first[0]["sha256"] != second[0]["sha256"]
-    assert first[1] == second[1]
-    assert "mask_sha256" in first[0]
-    assert "mask_sha256" not in first[1]
-
-
 @pytest.mark.weekly
 def test_command(base: canvax.Pipeline, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
