@@ -24,9 +24,9 @@ from canvax import flax_api
 from canvax.compile.monitor import counting
 from canvax.flax_api import replicate, shard, unreplicate
 from canvax.flax_api.keys import encoding_noise, host_draw
-from canvax.parallel.mesh import make_mesh, over_batch
+from canvax.parallel.mesh import over_batch
 from canvax.types import Params
-from tests.support.drawing import psnr
+from tests.support.drawing import one_device, psnr
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET, write_small_checkpoint
 from tests.support.small_sdxl import build, build_refiner
@@ -94,7 +94,7 @@ class Old:
 
     @cached_property
     def native(self) -> canvax.Pipeline:
-        return canvax.load(self.folder, mesh=make_mesh(jax.devices()[:1]), progress=False)
+        return canvax.load(self.folder, mesh=one_device(), progress=False)
 
     def prepared(self, prompts: list[str], images: Any = IMAGES, masks: Any = MASKS) -> dict[str, np.ndarray]:
         """Return arrays without a device axis."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import jax
 import numpy as np
 import pytest
 import torch
@@ -22,9 +21,9 @@ import canvax
 from canvax.denoise import step_noise
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.noise import initial_noise, seed_keys
-from canvax.parallel.mesh import make_mesh
 from canvax.weights.location import BUNDLED
 from tests.support.bundled import VOCABULARY
+from tests.support.drawing import one_device
 from tests.support.ip_adapter_files import VISION, encoder, ip_adapter
 
 from .reference import given_noise, nchw, nhwc, psnr, randomise, relative_error
@@ -57,7 +56,7 @@ EULER = {
 
 def load(folder: Path, **changes: Any) -> canvax.Pipeline:
     """Return canvax's pipeline of a folder on one device."""
-    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **changes)
+    return canvax.load(folder, dtype="float32", mesh=one_device(), progress=False, **changes)
 
 
 def photo(seed: int, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:

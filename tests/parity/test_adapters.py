@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import jax
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,7 @@ from safetensors.numpy import load_file
 
 import canvax
 from tests.support.adapter_files import Draw, Made, dora, kohya, kohya_ldm, layers, loha, lora, without_alpha, write
+from tests.support.drawing import one_device
 from tests.support.small_sdxl import build as build_xl
 
 from .peer import build
@@ -44,7 +44,7 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
 def both(folder: Path, kind: Any) -> tuple[Any, canvax.Pipeline]:
     theirs = kind.from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
-    return theirs, canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+    return theirs, canvax.load(folder, mesh=one_device())
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import canvax
+from canvax.parallel.mesh import make_mesh
+
+
+def one_device() -> Mesh:
+    return make_mesh(jax.devices()[:1])
 
 
 def draw(pipe: canvax.Pipeline, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
