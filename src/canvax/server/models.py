@@ -752,7 +752,7 @@ class ModelSet:
             raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
         beside = served.bytes_beside(key.variant) if key.variant.controlnets else 0
         if beside and self._settings.memory is not None and served.bytes + beside > self._settings.memory:
-            message = f"controlnet={key.variant}: takes {beside} bytes in addition to the model, more than --memory allows"
+            message = f"controlnet={key.variant}: its {beside} bytes and the model are more than --memory allows"
             raise Rejected(400, "controlnet_unusable", message, param=CONTROLNET)
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
