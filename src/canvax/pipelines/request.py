@@ -30,6 +30,7 @@ from canvax.images.masks import (
     rounded,
 )
 from canvax.models.clip import most_skipped
+from canvax.models.dit import pack
 from canvax.pipelines.checks import (
     FITS_ALL,
     SIZE_STEP,
@@ -427,17 +428,19 @@ class InitImages:
         masks = np.stack([_shrunk(mask, factor, hard=hard) for mask in self.masks])
         return np.broadcast_to(masks, (count, *masks.shape[1:]))
 
-    def behind_latents(self, factor: int) -> tuple[list[HostArray], HostArray]:
-        """For an inpainting network: images without what is to be generated, and masks [n, h, w, 1], 1 where that is.
+    def behind_latents(self, factor: int, *, folded: bool) -> tuple[list[HostArray], HostArray]:
+        """For an inpainting network: images without what is to be generated, and masks [n, h, w, C], 1 where that is.
 
-        Both as Stable Diffusion's inpainting models were trained: grey in the holes, and a mask of 0 and 1 of which
-        every ``factor``-th pixel is taken.
+        Both as inpainting models were trained: grey in the holes, and a mask of 0 and 1. Of it every ``factor``-th
+        pixel is taken, or, ``folded``, all pixels of a latent as channels.
         """
         white = [Image.new("L", self.images[0].size, 255)]
         holes = [np.asarray(mask, np.float32)[..., None] >= 127.5 for mask in self.masks or white]
         count = max(len(holes), len(self.images))
         images = [np.where(entry(holes, i), np.float32(0.5), as_floats(entry(self.images, i))) for i in range(count)]
-        return images, np.stack([hole[::factor, ::factor] for hole in holes]).astype(np.float32)
+        masks = np.stack(holes).astype(np.float32)
+        masks = pack(masks, factor, channels_first=True) if folded else masks[:, ::factor, ::factor]
+        return images, masks
 
     def pasted(self, pixels: HostArray, indices: list[int]) -> HostArray:
         """Generated pixels [n, H, W, C] of some images of the call, with the given ones where they stay."""

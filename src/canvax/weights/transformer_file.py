@@ -64,7 +64,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     classes["scheduler"] = configs["scheduler"]["_class_name"]
     components = {part: [library_of(part), kind] for part, kind in classes.items()}
     reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
-    index = dict(layout.index(config) if callable(layout.index) else layout.index)
+    index = dict(layout.index(config, path.stem) if callable(layout.index) else layout.index)
     if (by_name := layout.is_distilled(path.stem)) is not None:
         is_distilled, why = by_name
         if layout.base:  # the schedule of a checkpoint determines it
