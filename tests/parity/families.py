@@ -456,6 +456,7 @@ def _schnell(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str
 def _fill(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
     """Everything is masked unless an image is given; the VAE gives the mean."""
     size = keywords["width"], keywords["height"]
+    keywords.pop("negative_prompt", None)
     usual = {"image": Image.new("RGB", size, 128), "mask_image": Image.new("L", size, 255)}
     moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
     with pytest.MonkeyPatch.context() as patch:

@@ -30,6 +30,7 @@ from canvax.call import Call
 from canvax.cli import main
 from canvax.compile.programs import load_or_compile
 from canvax.images.inputs import fingerprint
+from canvax.models.flux import REFERENCE_SIZES
 from canvax.models.krea2 import DROPPED
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.generate import sampler_table
@@ -80,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model that a test asks for by ``over``; else FLUX.2 klein."""
     made = models(getattr(request, "param", "flux2"))
-    if made.record.title == "FLUX.2":  # less padding of references, which takes time
+    if made.record.title in ("FLUX.1", "FLUX.2"):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
     return made
 
@@ -115,8 +116,8 @@ def assert_other(got: Any, want: Any, most: float = 40) -> None:
     ("flux-schnell", None, 48, 80, 4, {}),
     ("flux-schnell", 2.0, 64, 32, 4, {"guidance_scale": 1.0}),
     ("flux-dev", 3.5, 48, 80, 5, {"guidance_scale": 1.0}),
-    ("flux-kontext", None, 64, 32, 4, {}),
-    ("flux-fill", 30.0, 48, 80, 4, {}),
+    ("flux-kontext", 2.0, 64, 32, 4, {"guidance_scale": 3.5}),
+    ("flux-fill", 30.0, 48, 80, 4, {"guidance_scale": 3.5}),
     ("chroma", 3.0, 48, 80, 5, {"guidance_scale": 1.0}),
 ], indirect=["model"])  # fmt: skip
 def test_same_picture(
@@ -697,6 +698,52 @@ def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     assert np.abs(near - start).mean() < np.abs(far - start).mean()
     kept = model.ours("a fox", strength=0.9, mask=mask, **asked).pixels[0]
     np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+# What FLUX.1 has: an image that it edits, and one that it fills.
+
+
+@over("flux-kontext")
+def test_editing_by_kontext(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference gets the size of the list with the nearest proportions, larger or smaller."""
+    sizes = ((48, 96), (96, 48), (64, 80))
+    monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", sizes)
+    theirs = "diffusers.pipelines.flux.pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS"
+    monkeypatch.setattr(theirs, [size[::-1] for size in sizes])
+    asked = {"num_inference_steps": 4, "guidance_scale": 2.0}
+    for image in (picture(165, 215), picture(45, 20, 2.0)):
+        want = model.reference(image=image, **asked)
+        assert_near(model.draw(image=image, **SMALL, **asked).pixels, want)
+        assert_other(model.draw(**asked).pixels, want)
+    request = make_request(model.ours.model, Call("a fox", image=picture(165, 215)))
+    assert (request.height, request.width) == (64, 80)
+
+
+def test_sizes_of_references_of_kontext() -> None:
+    """Those of diffusers, of which a square is one."""
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    assert sorted(REFERENCE_SIZES) == sorted((tall, wide) for wide, tall in PREFERRED_KONTEXT_RESOLUTIONS)
+
+
+@over("flux-fill")
+def test_filling(model: Model) -> None:
+    """The masked image and all pixels of the mask, whose edge is inside a latent."""
+    image, mask = picture(), half_mask(43)
+    asked = {"num_inference_steps": 4, "guidance_scale": 30.0, "image": image}
+    want = model.reference(mask_image=mask, **asked)
+    got = model.draw(mask=mask, **asked)
+    assert_near(np.asarray(model.ours.decode(jnp.asarray(got.latents))), want)
+    assert_other(np.asarray(model.ours.decode(jnp.asarray(model.draw(mask=half_mask(40), **asked).latents))), want, 50)
+    np.testing.assert_allclose(got.pixels[0][:, :40], np.asarray(image)[:, :40] / 255, atol=0.01)
+
+
+@over("chroma")
+def test_padding_of_chroma(model: Model) -> None:
+    """One token of it is read, whatever stands beside the prompt."""
+    alone = model.draw(prompt="a fox", latents=model.noise()[:1], num_inference_steps=2)
+    both = model.draw(num_inference_steps=2)
+    assert_near(alone.pixels[0], both.pixels[0], of="the image beside a longer prompt")
 
 
 # What Krea 2 alone has.
