@@ -3,7 +3,9 @@
 ComfyUI, transformers    model.layers.0.self_attn.q_proj.weight, with or without lm_head.weight
 Qwen3Model               layers.0.self_attn.q_proj.weight
 Qwen3VLModel             language_model.layers.0.self_attn.q_proj.weight, with visual.*; prefixed model. with a head
-llama.cpp                blk.0.attn_q.weight, in a GGUF file
+llama.cpp                blk.0.attn_q.weight, in a GGUF file; T5 enc.blk.0.attn_q.weight
+T5EncoderModel           encoder.block.0.layer.0.SelfAttention.q.weight
+CLIPTextModel            text_model.encoder.layers.0.self_attn.q_proj.weight
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from typing import Any
 
 from canvax.errors import CheckpointError
 from canvax.weights.files import NetworkFiles, open_weights
-from canvax.weights.formats import LLAMA_CPP, whole_name
-from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
-from canvax.weights.layouts import LAYER
+from canvax.weights.formats import LLAMA_CPP, T5_CPP, numbered, whole_name
+from canvax.weights.identify import LANGUAGE_MODEL, TEXT_ALONE, Shapes, expect
+from canvax.weights.layouts import EMBEDDED, LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
+from canvax.weights.rules import Names
 
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
@@ -35,11 +38,13 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
     refuse_pickle(name)
     path = location.local()
     if path is not None and path.is_file():
-        arrays = LLAMA_CPP.to_internal(open_weights(path))
+        kind = _KINDS.get(str(usual["model_type"]), (LLAMA_CPP, LANGUAGE_MODEL, language_model_config))
+        names, wanted, config_of = kind
+        arrays = names.to_internal(open_weights(path, plain_names=False))
         shapes = {array.name: array.shape for array in arrays}
-        expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
+        expect(f"text_encoder={name!r}", shapes, wanted)
         try:
-            config = language_model_config(shapes)
+            config = config_of(shapes)
             if "text_config" in usual:
                 config = {"text_config": {**usual["text_config"], **config}}
             return NetworkFiles(name, arrays, {**usual, **config}, path)
@@ -70,3 +75,41 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
         "head_dim": head,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
+
+
+def t5_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the fields of T5's config that shapes determine."""
+    vocabulary, width = shapes[EMBEDDED if EMBEDDED in shapes else "shared.weight"]
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    buckets, heads = shapes[f"{attention}.relative_attention_bias.weight"]
+    return {
+        "vocab_size": vocabulary,
+        "d_model": width,
+        "d_kv": shapes[f"{attention}.q.weight"][0] // heads,
+        "d_ff": shapes["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"][0],
+        "num_layers": numbered(shapes, r"encoder\.block\.(\d+)\."),
+        "num_heads": heads,
+        "relative_attention_num_buckets": buckets,
+    }
+
+
+def clip_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the config of CLIP's text encoder of Stable Diffusion 1.x and FLUX.1, with sizes from shapes."""
+    vocabulary, width = shapes["text_model.embeddings.token_embedding.weight"]
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": shapes["text_model.encoder.layers.0.mlp.fc1.weight"][0],
+        "num_hidden_layers": numbered(shapes, r"text_model\.encoder\.layers\.(\d+)\."),
+        "num_attention_heads": max(1, width // 64),
+        "max_position_embeddings": shapes["text_model.embeddings.position_embedding.weight"][0],
+        "hidden_act": "quick_gelu",
+        "eos_token_id": 2,
+    }
+
+
+_KINDS = {
+    "t5": (T5_CPP, LANGUAGE_MODEL, t5_config),
+    "clip_text_model": (Names([]), TEXT_ALONE, clip_config),
+}
+"""Names in other files, kind of file, and config from shapes, by ``model_type``."""
