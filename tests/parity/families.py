@@ -732,7 +732,7 @@ class Record:
         factors, authors: a LoRA under the names of diffusers, and under those of the authors.
         original: arrays of the transformer under the names of the authors.
         vae, text: those of the other parts in files.
-        files: names of the files of transformer, text encoder and autoencoder.
+        files: names of the files of transformer, text encoder, autoencoder and perhaps second text encoder.
         layer: a layer of the file of the transformer.
         words: the folder of the tokenizer.
         size: height and width that both can draw.
@@ -748,7 +748,7 @@ class Record:
     authors: Callable[[Factors], Factors]
     original: Callable[[Arrays], Arrays]
     vae: Callable[[Arrays], Arrays]
-    files: tuple[str, str, str]
+    files: tuple[str, ...]
     layer: str
     text: Callable[[Arrays], Arrays] = lambda found: found
     how: Mapping[str, Any] = field(default_factory=dict)
@@ -885,7 +885,7 @@ def _flux_authors(factors: Factors) -> Factors:
 def _flux(kind: str, **more: Any) -> Record:
     usual: dict[str, Any] = {
         "title": "FLUX.1", "open": _by_class("FluxPipeline"), "steps": (28, 3.5),
-        "files": ("flux1-dev", "t5xxl_fp16", "ae"), "negatives": ("blurry", ""),
+        "files": ("flux1-dev", "clip_l", "ae", "t5xxl_fp16"), "words": "tokenizer_2", "negatives": ("blurry", ""),
     }  # fmt: skip
     return Record(
         build=build_flux, how={"kind": kind}, factor=8, channels=4, latents=packed, factors=flux_factors, vae=_ldm,
@@ -898,7 +898,10 @@ RECORDS = {
     "flux-dev": _flux("dev"),
     "flux-kontext": _flux("kontext", open=_by_class("FluxKontextPipeline"), ask=_kontext, steps=(28, 2.5)),
     "flux-fill": _flux("fill", open=_by_class("FluxFillPipeline"), ask=_fill, steps=(50, 30.0)),
-    "chroma": _flux("chroma", title="Chroma", open=_open_chroma, steps=(35, 5.0)),
+    "chroma": _flux(
+        "chroma", title="Chroma", open=_open_chroma, steps=(35, 5.0), files=("Chroma1-HD", "t5xxl_fp16", "ae"),
+        words="tokenizer",
+    ),
     "z-image": Record(
         title="Z-Image", build=build_z_image, open=_by_class("ZImagePipeline"), factor=8, channels=16, steps=(8, 0.0),
         factors=z_image_factors, authors=_z_image_authors, original=z_image_original, vae=_ldm, text=_with_prefix,
@@ -988,7 +991,8 @@ class Files:
 
     Attributes:
         folder: the checkpoint as diffusers writes it.
-        files: ``model``, the transformer; ``text_encoder``, ``vae``; and ``tokenizer``, a folder.
+        files: ``model``, the transformer; ``text_encoder``, ``vae`` and others; and ``tokenizer``, a folder.
+        parts: components with weights.
         wanted: the checkpoint in canvax.
         sees: the text encoder has eyes, whose config no file of arrays tells.
     """
@@ -997,13 +1001,15 @@ class Files:
         self.name, self.record = name, RECORDS[name]
         self.sees = "vl" in self.record.files[1]
         self.folder = self.record.build(into / "folder", **self.record.how, released=True)
-        found = {part: arrays_of(self.folder, part) for part in ("transformer", "text_encoder", "vae")}
+        self.parts = ("transformer", "text_encoder", "vae", "text_encoder_2")[: len(self.record.files)]
+        found = {part: arrays_of(self.folder, part) for part in self.parts}
         shutil.copytree(self.folder / self.record.words, into / "words")
-        model, text, vae = (into / f"{name}.safetensors" for name in self.record.files)
+        model, text, vae, *more = (into / f"{name}.safetensors" for name in self.record.files)
         self.files = {
             "model": write(model, self.record.original(found["transformer"])),
             "text_encoder": write(text, self.record.text(found["text_encoder"])),
             "vae": write(vae, self.record.vae(found["vae"])),
+            **{"text_encoder_2": write(path, found["text_encoder_2"]) for path in more},
             "tokenizer": into / "words",
         }
         self.wanted = load(self.folder)

@@ -28,6 +28,7 @@ _LANGUAGE_MODEL = re.compile(
     r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|(enc\.)?blk\.0\.attn_q|"
     r"encoder\.block\.0\.layer\.0\.SelfAttention\.q)\.weight"
 )
+_CLIP = re.compile(r"(text_model\.)?encoder\.layers\.0\.self_attn\.q_proj\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
 """Suffixes that browsers and downloaders give to incomplete files."""
@@ -112,7 +113,7 @@ AUTOENCODER = FileKind("an autoencoder", "pass it to vae (--vae)", "--vae", _all
 UNET_ALONE = FileKind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
 TEXT_ALONE = FileKind(
     "a text encoder alone", f"pass it to text_encoder (--text-encoder) with FLUX.1, else {_WHOLE}", "--text-encoder",
-    lambda shapes: all(name.startswith(("text_model.", "text_projection.", "logit_scale")) for name in shapes),
+    lambda shapes: any(map(_CLIP.fullmatch, shapes)),
 )  # fmt: skip
 LANGUAGE_MODEL = FileKind(
     "a language model", "pass it to text_encoder (--text-encoder)", "--text-encoder",

@@ -10,17 +10,18 @@ CLIPTextModel            text_model.encoder.layers.0.self_attn.q_proj.weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
+from canvax.weights.entries import Entry
 from canvax.weights.files import NetworkFiles, open_weights
 from canvax.weights.formats import LLAMA_CPP, T5_CPP, numbered, whole_name
-from canvax.weights.identify import LANGUAGE_MODEL, TEXT_ALONE, Shapes, expect
+from canvax.weights.identify import LANGUAGE_MODEL, TEXT_ALONE, FileKind, Shapes, expect
 from canvax.weights.layouts import EMBEDDED, LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
-from canvax.weights.rules import Names
 
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
@@ -38,25 +39,25 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
     refuse_pickle(name)
     path = location.local()
     if path is not None and path.is_file():
-        kind = _KINDS.get(str(usual["model_type"]), (LLAMA_CPP, LANGUAGE_MODEL, language_model_config))
-        names, wanted, config_of = kind
-        arrays = names.to_internal(open_weights(path, plain_names=False))
+        usual_kind = LLAMA_CPP.to_internal, LANGUAGE_MODEL, language_model_config
+        named, wanted, config_of = _KINDS.get(str(usual["model_type"]), usual_kind)
+        arrays = named(open_weights(path, plain_names=False))
         shapes = {array.name: array.shape for array in arrays}
-        expect(f"text_encoder={name!r}", shapes, wanted)
+        expect(f"{location.argument}={name!r}", shapes, wanted)
         try:
             config = config_of(shapes)
             if "text_config" in usual:
                 config = {"text_config": {**usual["text_config"], **config}}
             return NetworkFiles(name, arrays, {**usual, **config}, path)
         except (KeyError, IndexError) as error:
-            raise CheckpointError(f"text_encoder={name!r}: is not a whole language model, it lacks {error}") from None
+            raise CheckpointError(f"{location.argument}={name!r}: is not a whole language model, it lacks {error}") from None
 
     def accept(config: Mapping[str, Any]) -> None:
         if (kind := config.get("model_type")) != usual["model_type"]:
             wanted = usual["model_type"]
-            raise CheckpointError(f"text_encoder={name!r}: its model_type is {str(kind)[:80]!r}, not {wanted!r}")
+            raise CheckpointError(f"{location.argument}={name!r}: its model_type is {str(kind)[:80]!r}, not {wanted!r}")
 
-    return open_part(location, "text_encoder", accept, "transformers")
+    return open_part(location, location.argument, accept, "transformers")
 
 
 def language_model_config(shapes: Shapes) -> dict[str, Any]:
@@ -108,8 +109,17 @@ def clip_config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-_KINDS = {
-    "t5": (T5_CPP, LANGUAGE_MODEL, t5_config),
-    "clip_text_model": (Names([]), TEXT_ALONE, clip_config),
+def _whole_clip(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the arrays under names with ``text_model.``, which transformers omits since version 5."""
+    inside = ("embeddings.", "encoder.", "final_layer_norm.")
+    return [
+        replace(entry, name=f"text_model.{entry.name}" if entry.name.startswith(inside) else entry.name)
+        for entry in entries
+    ]
+
+
+_KINDS: dict[str, tuple[Callable[[Sequence[Entry]], list[Entry]], FileKind, Callable[[Shapes], dict[str, Any]]]] = {
+    "t5": (T5_CPP.to_internal, LANGUAGE_MODEL, t5_config),
+    "clip_text_model": (_whole_clip, TEXT_ALONE, clip_config),
 }
-"""Names in other files, kind of file, and config from shapes, by ``model_type``."""
+"""Renaming, kind of file, and config from shapes, by ``model_type``."""
