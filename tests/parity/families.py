@@ -444,7 +444,7 @@ def _open_chroma(folder: Path) -> Any:
     """The pipeline with the mask of its authors: diffusers adds 1 and 0 to scores where theirs is true and false."""
     pipe = diffusers.ChromaPipeline.from_pretrained(folder)
     mask_of = pipe._prepare_attention_mask
-    pipe._prepare_attention_mask = lambda **given: mask_of(**given).bool()
+    pipe._prepare_attention_mask = lambda **given: None if (mask := mask_of(**given)) is None else mask.bool()
     return pipe
 
 

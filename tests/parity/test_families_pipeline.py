@@ -26,6 +26,7 @@ import torch
 from PIL import Image, ImageOps
 
 import canvax
+from canvax.adapters import change
 from canvax.call import Call
 from canvax.cli import main
 from canvax.compile.programs import load_or_compile
@@ -33,6 +34,7 @@ from canvax.images.inputs import fingerprint
 from canvax.models.flux import REFERENCE_SIZES
 from canvax.models.krea2 import DROPPED
 from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten
 from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.request import make_request
 from canvax.pipelines.shares import shares_of
@@ -44,6 +46,7 @@ from canvax.server.jobs import JobRequest, State
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import check, sample
+from canvax.weights.lora import read_adapter
 from tests.support.serving import held, until
 
 from .families import (
@@ -137,13 +140,17 @@ def test_same_picture(
         assert_other(model.draw(**drawn | more).pixels, want)
 
 
-@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo")
+FLUX1 = ("flux-schnell", "flux-dev", "flux-kontext", "flux-fill")
+
+
+@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo", "chroma",
+      *FLUX1)  # fmt: skip
 def test_defaults(model: Model) -> None:
     """A distilled model has no second evaluation, the other one is guided away from the empty prompt."""
     ours, distilled = model.ours.model, model.record.distilled
     assert (ours.defaults.num_inference_steps, ours.defaults.guidance_scale) == model.record.steps
     request = make_request(ours, Call("a fox"))
-    assert (request.guided, request.negatives) == (not distilled and model.name != "qwen", [""])
+    assert (request.guided, request.negatives) == (not distilled and model.name not in ("qwen", *FLUX1), [""])
     if model.record.title == "FLUX.2":
         assert make_request(ours, Call("a fox", guidance_scale=4.0)).guided != distilled
     if model.record.title == "FLUX.3":  # in no file: the reference's is a default of its step
@@ -158,11 +165,12 @@ def shift_of(model: Model, tokens: int, steps: int) -> float:
     return {
         "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
         "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
-        "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)),
+        "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)), "flux-schnell": lambda: 1.0,
+        "flux-dev": lambda: np.exp(calculate_shift(tokens, 10, 64)),
     }[model.name]()  # fmt: skip
 
 
-@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen")
+@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev")
 def test_the_shift_belongs_to_the_model(model: Model) -> None:
     """Every sampler has it, and it follows the size where the reference's does."""
     for height, width in ((48, 80), (64, 32)):
@@ -174,7 +182,7 @@ def test_the_shift_belongs_to_the_model(model: Model) -> None:
             np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
 
 
-@over("z-image", "flux2-base", "krea2", "qwen")
+@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma")
 def test_nothing_compiles_twice(model: Model) -> None:
     """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
     usual = {"guidance_scale": 2.0, "options": None, "progress": False, **model.small}
@@ -226,6 +234,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("flux3", REFUSED),
     ("krea2", REFUSED),
     ("qwen", REFUSED),
+    ("chroma", REFUSED),
+    ("flux-dev", [
+        *(entry for entry in REFUSED if entry[0] != "prompt_2"), ("guidance_interval", {"guidance_interval": (0.2, 0.8)}),
+    ]),
 ], indirect=["model"])  # fmt: skip
 def test_what_it_does_not_do(model: Model, refused: list[tuple[str, dict[str, Any]]]) -> None:
     for argument, changes in refused:
@@ -259,7 +271,7 @@ def unguided(model: Model) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
     pytest.param(name, spelling, beside, marks=[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")))
-    for name in ("z-image", "flux2", "flux3", "krea2", "qwen")
+    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma")
     for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
     if (name, beside) != ("flux3", True)
 ], indirect=["model"])  # fmt: skip
@@ -299,7 +311,7 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "axes"), [
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
-    ("qwen", {"data": 2, "model": 2}),
+    ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
@@ -310,6 +322,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
+    ("flux-dev", "float32", 40),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
@@ -334,6 +347,10 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
     ], {}, marks=SLOW),
+    pytest.param("flux-dev", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 60, "guidance_scale": 2.0},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 50, "guidance_scale": 5.0},
+    ], FROM_IMAGE, marks=SLOW),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
     ], {}),
@@ -698,6 +715,28 @@ def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     assert np.abs(near - start).mean() < np.abs(far - start).mean()
     kept = model.ours("a fox", strength=0.9, mask=mask, **asked).pixels[0]
     np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+@over("flux-dev")
+def test_lora_of_xlabs(model: Model, tmp_path: Path) -> None:
+    """Its layers are those of the attention of double blocks."""
+    named = {"qkv_lora1": "img_attn.qkv", "qkv_lora2": "txt_attn.qkv", "proj_lora1": "img_attn.proj"}
+    factors = model.record.authors(model.record.factors())
+    comfy = {f"double_blocks.0.{name}": factors[f"double_blocks.0.{name}"] for name in named.values()}
+    arrays = {
+        f"double_blocks.0.processor.{ours}.{role}.weight": factors[f"double_blocks.0.{theirs}"][role == "down"]
+        for ours, theirs in named.items() for role in ("up", "down")
+    }  # fmt: skip
+    specs = {"transformer": model.ours.model.networks.denoiser.spec}
+    one, other = (
+        read_adapter(path, specs).parts
+        for path in (write(tmp_path / "x.safetensors", arrays), write_factors(tmp_path / "c.safetensors", "comfy", comfy))
+    )
+    assert one.keys() == other.keys()
+    assert len(one) == 7
+    for key, part in one.items():
+        weight = np.zeros(dict(flatten(specs["transformer"]))[key[1]].checkpoint_shapes[0], np.float32)
+        np.testing.assert_array_equal(change(weight, part), change(weight, other[key]))
 
 
 # What FLUX.1 has: an image that it edits, and one that it fills.

@@ -71,22 +71,26 @@ STACKS = (
     *(
         Rule(f"{_DOUBLE}.{ff}.net.{external}", f"{_DOUBLE}.{ff}.{internal}")
         for ff in ("ff", "ff_context")
-        for external, internal in (("0.proj", "up"), ("2", "down"))
+        for external, internal in (("0.proj", "fc1"), ("2", "fc2"))
     ),
-    Rule(f"{_SINGLE}.proj_mlp", f"{_SINGLE}.ff.up"),
-    Rule(f"{_SINGLE}.proj_out", (f"{_SINGLE}.attn.to_out.0", f"{_SINGLE}.ff.down"), rows=(1, 4), axis=1),
+    Rule(f"{_SINGLE}.proj_mlp", f"{_SINGLE}.ff.fc1"),
+    Rule(f"{_SINGLE}.proj_out", (f"{_SINGLE}.attn.to_out.0", f"{_SINGLE}.ff.fc2"), rows=(1, 4), axis=1),
 )
 """Layers of the transformer that diffusers stores as one, or under other names."""
 
 
-def _stream(external: str, norm: str, ff: str, projections: tuple[str, ...], out: str, norms: str) -> list[Rule]:
-    """Return the rules for a stream of a double block."""
+def _stream(
+    external: str, norm: str, ff: str, projections: tuple[str, ...], out: str, norms: str, number: int
+) -> list[Rule]:
+    """Return the rules for a stream of a double block; ``number`` is that of XLabs' LoRAs."""
     return [
+        Rule(f"double_blocks.*.processor.qkv_lora{number}", tuple(f"{_DOUBLE}.attn.{name}" for name in projections)),
+        Rule(f"double_blocks.*.processor.proj_lora{number}", f"{_DOUBLE}.attn.{out}"),
         Rule(f"{external}_mod.lin", f"{_DOUBLE}.{norm}.linear"),
         Rule(f"{external}_attn.qkv", tuple(f"{_DOUBLE}.attn.{name}" for name in projections)),
         Rule(f"{external}_attn.proj", f"{_DOUBLE}.attn.{out}"),
-        Rule(f"{external}_mlp.0", f"{_DOUBLE}.{ff}.up"),
-        Rule(f"{external}_mlp.2", f"{_DOUBLE}.{ff}.down"),
+        Rule(f"{external}_mlp.0", f"{_DOUBLE}.{ff}.fc1"),
+        Rule(f"{external}_mlp.2", f"{_DOUBLE}.{ff}.fc2"),
         *attention_norms(f"{external}_attn", f"{_DOUBLE}.attn.{norms}"),
     ]
 
@@ -104,11 +108,11 @@ NAMES = (
         for external, internal in (("time_in", "timestep"), ("guidance_in", "guidance"), ("vector_in", "text"))
         for i, layer in enumerate(("in_layer", "out_layer"), 1)
     ),
-    *_stream("double_blocks.*.img", "norm1", "ff", _QKV, "to_out.0", "norm"),
-    *_stream("double_blocks.*.txt", "norm1_context", "ff_context", _ADDED, "to_add_out", "norm_added"),
-    Rule("single_blocks.*.linear1", (*(f"{_SINGLE}.attn.{name}" for name in _QKV), f"{_SINGLE}.ff.up"),
+    *_stream("double_blocks.*.img", "norm1", "ff", _QKV, "to_out.0", "norm", 1),
+    *_stream("double_blocks.*.txt", "norm1_context", "ff_context", _ADDED, "to_add_out", "norm_added", 2),
+    Rule("single_blocks.*.linear1", (*(f"{_SINGLE}.attn.{name}" for name in _QKV), f"{_SINGLE}.ff.fc1"),
          rows=(1, 1, 1, 4)),
-    Rule("single_blocks.*.linear2", (f"{_SINGLE}.attn.to_out.0", f"{_SINGLE}.ff.down"), rows=(1, 4), axis=1),
+    Rule("single_blocks.*.linear2", (f"{_SINGLE}.attn.to_out.0", f"{_SINGLE}.ff.fc2"), rows=(1, 4), axis=1),
     Rule("single_blocks.*.modulation.lin", f"{_SINGLE}.norm.linear"),
     *attention_norms("single_blocks.*", f"{_SINGLE}.attn.norm"),
     Rule("distilled_guidance_layer.layers.*.in_layer", "distilled_guidance_layer.layers.*.linear_1"),

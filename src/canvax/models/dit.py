@@ -144,14 +144,16 @@ def swiglu(p: Params, x: Array, names: tuple[str, str, str] = ("gate", "up", "do
 
 
 def gelu_spec(width: int, inner: int, *, last_bias: bool = True) -> Spec:
-    """Declare the up and down projections of a feed-forward without a gate."""
-    up, down = linear_spec(width, inner, ("embed", "mlp")), linear_spec(inner, width, ("mlp", "embed"), bias=last_bias)
-    return {"up": up, "down": down}
+    """Declare the two projections of a feed-forward without a gate."""
+    return {
+        "fc1": linear_spec(width, inner, ("embed", "mlp")),
+        "fc2": linear_spec(inner, width, ("mlp", "embed"), bias=last_bias),
+    }
 
 
 def feed_forward(p: Params, x: Array) -> Array:
-    """Apply ``swiglu``, or without a gate ``down(gelu(up x))``."""
-    return swiglu(p, x) if "gate" in p else linear(p["down"], jax.nn.gelu(linear(p["up"], x), approximate=True))
+    """Apply ``swiglu``, or without a gate ``fc2(gelu(fc1 x))``."""
+    return swiglu(p, x) if "gate" in p else linear(p["fc2"], jax.nn.gelu(linear(p["fc1"], x), approximate=True))
 
 
 def qk_norm_spec(head_dim: int, names: tuple[str, str] = ("norm_q", "norm_k")) -> Spec:
