@@ -401,23 +401,29 @@ def patched(monkeypatch: pytest.MonkeyPatch, model: Model, name: str, **more: An
     return pipe
 
 
-@over("z-image")
+@over("z-image", "flux-dev", "chroma")
 def test_image_to_image(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     image, asked = picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
-    pipe = patched(monkeypatch, model, "ZImageImg2ImgPipeline")
+    names = {"z-image": "ZImageImg2ImgPipeline", "flux-dev": "FluxImg2ImgPipeline", "chroma": "ChromaImg2ImgPipeline"}
+    pipe = patched(monkeypatch, model, names[model.name])
+    if model.name == "chroma":
+        mask_of = pipe._prepare_attention_mask
+        monkeypatch.setattr(pipe, "_prepare_attention_mask", lambda **given: mask_of(**given).bool())
     with torch.no_grad():
-        want = pipe(list(PROMPTS), image=image, output_type="np", **asked).images
+        want = pipe(list(PROMPTS), image=image, output_type="np", **asked, **SMALL).images
     assert_near(model.draw(image=image, **asked).pixels, want)
     assert_other(model.draw(image=image, **asked | {"strength": None}).pixels, want)
 
 
-@over(slow=["z-image", "flux2-base"])
+@over(slow=["z-image", "flux2-base", "flux-dev"])
 def test_inpainting(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """For FLUX.2 the image is a reference as well, as there."""
-    image, mask, flux = picture(), half_mask(40 if model.name == "z-image" else 48), model.name == "flux2-base"
+    image, mask, flux = picture(), half_mask(40 if model.name == "z-image" else 48), model.name != "z-image"
     asked = {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 4.0 if flux else 0.0, "image": image}
-    kind = "Flux2KleinInpaintPipeline" if flux else "ZImageInpaintPipeline"
-    pipe = patched(monkeypatch, model, kind, **({"is_distilled": False} if flux else {}))
+    kind = {"flux2-base": "Flux2KleinInpaintPipeline", "flux-dev": "FluxInpaintPipeline"}.get(
+        model.name, "ZImageInpaintPipeline"
+    )
+    pipe = patched(monkeypatch, model, kind, **({"is_distilled": False} if model.name == "flux2-base" else {}))
     with torch.no_grad():
         want = pipe(
             prompt=list(PROMPTS), mask_image=mask, output_type="pt" if flux else "latent", **SMALL, **asked
