@@ -1009,7 +1009,7 @@ class Files:
             "model": write(model, self.record.original(found["transformer"])),
             "text_encoder": write(text, self.record.text(found["text_encoder"])),
             "vae": write(vae, self.record.vae(found["vae"])),
-            **{"text_encoder_2": write(path, found["text_encoder_2"]) for path in more},
+            **{part: write(path, found[part]) for part, path in zip(self.parts[3:], more, strict=True)},
             "tokenizer": into / "words",
         }
         self.wanted = load(self.folder)

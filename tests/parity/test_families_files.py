@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -300,7 +301,7 @@ def same_files(saved: Path, files: Files, *, eyes: bool = True) -> None:
     """
     for part in files.parts:
         one, other = (
-            {whole_name(name.removeprefix("model.").removeprefix("text_model.")) if part == "text_encoder" else name: array
+            {whole_name(re.sub(r"^(model|text_model)\.", "", name)) if part == "text_encoder" else name: array
              for name, array in arrays_of(path, part).items()} for path in (saved, files.folder)
         )  # fmt: skip
         assert one.keys() == other.keys(), part

@@ -236,7 +236,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("qwen", REFUSED),
     ("chroma", REFUSED),
     ("flux-dev", [
-        *(entry for entry in REFUSED if entry[0] != "prompt_2"), ("guidance_interval", {"guidance_interval": (0.2, 0.8)}),
+        *(entry for entry in REFUSED if entry[0] != "prompt_2"),
+        ("guidance_interval", {"guidance_interval": (0.2, 0.8)}),
     ]),
 ], indirect=["model"])  # fmt: skip
 def test_what_it_does_not_do(model: Model, refused: list[tuple[str, dict[str, Any]]]) -> None:
@@ -736,7 +737,10 @@ def test_lora_of_xlabs(model: Model, tmp_path: Path) -> None:
     specs = {"transformer": model.ours.model.networks.denoiser.spec}
     one, other = (
         read_adapter(path, specs).parts
-        for path in (write(tmp_path / "x.safetensors", arrays), write_factors(tmp_path / "c.safetensors", "comfy", comfy))
+        for path in (
+            write(tmp_path / "x.safetensors", arrays),
+            write_factors(tmp_path / "c.safetensors", "comfy", comfy),
+        )
     )
     assert one.keys() == other.keys()
     assert len(one) == 7

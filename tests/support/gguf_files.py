@@ -40,7 +40,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], kind: str = "Q8_0", arch
 
 
 def llama_cpp_names(names: Iterable[str]) -> dict[str, str]:
-    """The names that llama.cpp's converter gives to the arrays of a Qwen3 or a T5, by names of transformers; without others."""
+    """Names that llama.cpp's converter gives to arrays of a Qwen3 or a T5, by names of transformers; without others."""
     names = list(names)
     if "shared.weight" in names:
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, 100)

@@ -137,8 +137,8 @@ def build_parser() -> Parser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="canvax",
-        description="Images from text in JAX: Stable Diffusion, Z-Image, FLUX.1, Chroma, FLUX.2 klein, FLUX.3 klein, Krea 2 and "
-        "Qwen-Image-2.1.",
+        description="Images from text in JAX: Stable Diffusion, Z-Image, FLUX.1, Chroma, FLUX.2 klein, "
+        "FLUX.3 klein, Krea 2 and Qwen-Image-2.1.",
         epilog=_EXAMPLES,
         formatter_class=plain,
     )

@@ -144,7 +144,8 @@ class Family:
         tokenizer: returns the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
         classes: classes of each component that is read, in ``model_index.json``; a model in single files has the first.
         index: fields of ``model_index.json`` that distinguish it from families with the same pipelines.
-        defaults: defaults of models without their own, or a function that returns them.
+        defaults: defaults of models without their own.
+        defaults_by_networks: returns the defaults, where networks and schedule determine more than ``is_distilled``.
         distilled: defaults of models that were distilled to few steps; None if they are the same.
         is_distilled: recognises the schedule of a distilled model; None if the networks determine it.
         scheduler: returns the scheduler of a checkpoint, if its config alone does not determine it.
@@ -171,7 +172,8 @@ class Family:
     models: str = ""
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     index: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Defaults | Callable[[Networks, NoiseSchedule | None], Defaults] = Defaults()
+    defaults: Defaults = Defaults()
+    defaults_by_networks: Callable[[Networks, NoiseSchedule | None], Defaults] | None = None
     distilled: Defaults | None = None
     is_distilled: Callable[[NoiseSchedule], bool] | None = None
     scheduler: Callable[[Mapping[str, Any], ModelFiles], Scheduler] | None = None
@@ -190,8 +192,9 @@ class Family:
     def defaults_of(self, networks: Networks, schedule: NoiseSchedule | None = None) -> Defaults:
         """Return the defaults of a model, from its networks and its schedule."""
         distilled = networks.unguided or (schedule and self.is_distilled and self.is_distilled(schedule))
-        usual = self.defaults(networks, schedule) if callable(self.defaults) else self.defaults
-        defaults = self.distilled if distilled and self.distilled else usual
+        defaults = self.distilled if distilled and self.distilled else self.defaults
+        if self.defaults_by_networks:
+            defaults = self.defaults_by_networks(networks, schedule)
         steps = len(schedule.run_times) if schedule else 0
         return replace(defaults, num_inference_steps=steps) if steps else defaults
 

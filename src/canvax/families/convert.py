@@ -91,7 +91,9 @@ def convert(
     known = ("revision", "variant", "token", "cache_dir", "local_files_only", "progress")
     check_source(source, "model", *known)
     path, origin = named_path("model", model), Location(model, **source)
-    overrides = completed(Overrides.of(vae, text_encoder=text_encoder, text_encoder_2=text_encoder_2, tokenizer=tokenizer), origin)
+    overrides = completed(
+        Overrides.of(vae, text_encoder=text_encoder, text_encoder_2=text_encoder_2, tokenizer=tokenizer), origin
+    )
     warn_unused_cache(origin.cache_dir, model, *overrides.parts.values())
     if path.is_file() and _is_pickle(path):
         origin.warn_unused("revision", "variant")

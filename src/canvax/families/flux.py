@@ -6,6 +6,7 @@ FLUX.1 has CLIP's pooled text, T5's encoder, a double-stream transformer and a V
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,13 +175,16 @@ def _has_tokenizer(files: ModelFiles, encoder: TextEncoder) -> bool:
     return (files.folder(encoder.tokenizer) / "tokenizer.json").is_file()
 
 
+_DEV = Defaults(num_inference_steps=28, guidance_scale=3.5)
+
+
 def _defaults(networks: Networks, schedule: NoiseSchedule | None) -> Defaults:
     """Return those of schnell for a model without guidance whose schedule does not depend on the size."""
     if not networks.embeds_guidance and not (schedule and schedule.size_shift):
         return Defaults(num_inference_steps=4, guidance_scale=1.0)
     if networks.inpaints:
         return Defaults(num_inference_steps=50, guidance_scale=30.0)
-    return Defaults(num_inference_steps=28, guidance_scale=2.5 if networks.denoiser.facts.edits else 3.5)
+    return replace(_DEV, guidance_scale=2.5) if networks.denoiser.facts.edits else _DEV
 
 
 def _config(shapes: Shapes) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def _chroma_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def _index(config: Mapping[str, Any], stem: str) -> dict[str, Any]:
-    """Return the pipeline: only the name of a file tells Kontext, and only the schedule's user dev."""
+    """Return the pipeline: the channels tell Fill, and only the name of a file Kontext."""
     if config["out_channels"]:
         return {"_class_name": FLUX.pipelines[-1]}
     return {"_class_name": FLUX.pipelines[3]} if KONTEXT in stem.lower() else {}
@@ -244,7 +248,8 @@ FLUX = Family(
     read=read,
     tokenizer=tokenizer,
     classes=CLASSES,
-    defaults=_defaults,
+    defaults=_DEV,
+    defaults_by_networks=_defaults,
     even_times=True,
     names=NAMES,
     stacks=STACKS,
@@ -275,7 +280,7 @@ CHROMA = Family(
     names=NAMES,
     stacks=STACKS,
     single_file=SingleFile(
-        marks=("distilled_guidance_layer.", "double_blocks."),
+        marks=("distilled_guidance_layer.in_proj.",),
         config=_chroma_config,
         configs={FIRST: _T5_FIELDS, "vae": _VAE, "scheduler": _BY_SIZE},
         tokenizer=T5,

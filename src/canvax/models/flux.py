@@ -1,10 +1,10 @@
 """FLUX.1 (Black Forest Labs 2024) and Chroma (Lodestone Rock 2025) as pure functions.
 
-``FluxTransformer2DModel`` has double-stream blocks and then parallel ones. Each block has its own modulation by a vector
-of the time, the guidance scale (dev) and the pooled text of CLIP. ``ChromaTransformer2DModel`` has the same blocks; one
-small network, the approximator, computes all modulation from the time. The text of both is T5's. A latent of 16
-channels is packed, 2 x 2 to a token. Kontext reads the tokens of a reference image after those of the image. Fill reads
-the masked image and the mask in further channels.
+``FluxTransformer2DModel`` has double-stream blocks and then parallel ones. Each block computes its modulation from a
+vector of the time, the guidance scale (dev) and the pooled text of CLIP. ``ChromaTransformer2DModel`` has the same
+blocks; a small network, the approximator, computes all modulation from the time. The text of both is T5's. A latent
+of 16 channels is packed, 2 x 2 to a token. Kontext reads the tokens of a reference image after those of the image. Fill
+reads the masked image and the mask in further channels.
 """
 
 from __future__ import annotations
@@ -251,7 +251,10 @@ def _approximated(p: Params, timestep: Array, x: Array, cfg: ChromaConfig) -> _M
     times = jnp.concatenate([sinusoids(timestep, quarter), sinusoids(jnp.zeros_like(timestep), quarter)], axis=-1)
     rows = sinusoids(1000 * jnp.arange(cfg.rows, dtype=jnp.float32), 2 * quarter)
     shape = len(timestep), cfg.rows
-    both = [jnp.broadcast_to(times[:, None], (*shape, times.shape[-1])), jnp.broadcast_to(rows[None], (*shape, rows.shape[-1]))]
+    both = [
+        jnp.broadcast_to(times[:, None], (*shape, times.shape[-1])),
+        jnp.broadcast_to(rows[None], (*shape, rows.shape[-1])),
+    ]
     h = linear(p["in_proj"], jnp.concatenate(both, axis=-1).astype(x.dtype))
     for i in range(cfg.approximator_layers):
         inner = rms_norm(p["norms"][str(i)], h, eps=float(np.finfo(np.float32).eps))

@@ -149,7 +149,7 @@ def _nearest(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple
 
 
 def _fitted(image: Image.Image, step: int, sizes: Sequence[tuple[int, int]] = ()) -> Image.Image:
-    """An image of at most ``MOST_PIXELS``, cut at its edges to multiples of ``step``; or resized to one of ``sizes``."""
+    """An image of at most ``MOST_PIXELS``, cut to multiples of ``step``; or resized to one of ``sizes``."""
     if sizes:
         return image.resize(_nearest(*image.size, sizes)[::-1], Image.Resampling.LANCZOS)
     size = _within(*image.size)

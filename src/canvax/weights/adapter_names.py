@@ -31,8 +31,15 @@ _DENOISER = (
 )
 _TEXT = {
     FIRST: ("lora_te1_", "text_encoder_", "te1_", "clip_l_transformer_", "text_encoders_clip_l_transformer_"),
-    SECOND: ("lora_te2_", "text_encoder_2_", "te2_", "clip_g_transformer_", "text_encoders_clip_g_transformer_",
-             "lora_te3_", "text_encoders_t5xxl_transformer_"),
+    SECOND: (
+        "lora_te2_",
+        "text_encoder_2_",
+        "te2_",
+        "clip_g_transformer_",
+        "text_encoders_clip_g_transformer_",
+        "lora_te3_",
+        "text_encoders_t5xxl_transformer_",
+    ),
 }
 _TEXT_ALONE = ("lora_te_", "te_", "base_model_model_text_encoder_", "base_model_model_", "")
 """Prefixes for a single text encoder, in addition to those of the first."""

@@ -50,7 +50,9 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
                 config = {"text_config": {**usual["text_config"], **config}}
             return NetworkFiles(name, arrays, {**usual, **config}, path)
         except (KeyError, IndexError) as error:
-            raise CheckpointError(f"{location.argument}={name!r}: is not a whole language model, it lacks {error}") from None
+            raise CheckpointError(
+                f"{location.argument}={name!r}: is not a whole language model, it lacks {error}"
+            ) from None
 
     def accept(config: Mapping[str, Any]) -> None:
         if (kind := config.get("model_type")) != usual["model_type"]:

@@ -131,7 +131,8 @@ class Overrides:
         configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
         *_, last = ["", *filter(is_tokenizer, family.classes)]
-        if (tokenizer := self._tokenizer(where, last, SECOND if SECOND in family.classes else FIRST, files)) is not None:
+        encoder = SECOND if SECOND in family.classes else FIRST
+        if (tokenizer := self._tokenizer(where, last, encoder, files)) is not None:
             assert single is not None  # otherwise it was refused
             folder = find_tokenizer(tokenizer, otherwise=single.tokenizer if self.tokenizer is None else None)
             components.setdefault(last, family.classes[last][0])
