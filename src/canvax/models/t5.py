@@ -81,7 +81,7 @@ def t5_spec(cfg: T5Config) -> Spec:
 def distance_buckets(tokens: int, cfg: T5Config) -> HostArray:
     """Return the row of the table of biases for each query and key, int32 [T, T].
 
-    Half of the rows are for later keys. Of each half, one half is for small distances and the other for
+    The second half of the rows is for later keys. The first half of either is for small distances, the second for
     logarithmic ranges up to ``relative_attention_max_distance``.
     """
     each = cfg.relative_attention_num_buckets // 2

@@ -36,7 +36,7 @@ EMBEDDED = "encoder.embed_tokens.weight"
 """Another name of T5's embedding."""
 
 UNUSED = ("text_projection.weight", "logit_scale")
-"""Arrays beside CLIP's text encoder that FLUX.1 does not use."""
+"""Arrays in files of CLIP's text encoder that FLUX.1 does not use."""
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """Index of the layer in an array's name in a language model."""

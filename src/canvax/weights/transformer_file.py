@@ -28,7 +28,7 @@ from canvax.weights.single_file import CLIP
 
 
 def parts_beside(family: Family) -> tuple[str, ...]:
-    """Return the arguments of ``canvax.load`` for the parts beside a file with a family's transformer."""
+    """Return the arguments of ``canvax.load`` for the parts that are not in a transformer's file."""
     return (*(part for part in family.classes if part.startswith("text_encoder")), "vae")
 
 
