@@ -352,7 +352,7 @@ def build_flux(folder: Path, *, kind: str = "dev", released: bool = False) -> Pa
     vae = randomise(
         diffusers.AutoencoderKL(
             **_four_blocks(32 if released else 8), latent_channels=4, scaling_factor=0.3611, shift_factor=0.1159,
-            use_quant_conv=False, use_post_quant_conv=False, force_upcast=False,
+            use_quant_conv=False, use_post_quant_conv=False,
         ),
         2,
     )  # fmt: skip

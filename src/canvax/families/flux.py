@@ -235,8 +235,7 @@ def _schedule(config: Mapping[str, Any]) -> dict[str, Any]:
 _T5_FIELDS = {"architectures": ["T5EncoderModel"], "model_type": "t5", "feed_forward_proj": "gated-gelu"}
 _CLIP_FIELDS = {"architectures": ["CLIPTextModel"], "model_type": "clip_text_model"}
 _BY_SIZE = FLOW | SHIFT_BY_SIZE | {"max_image_seq_len": 4096, "shift": 3.0}
-_VAE = VAE | {"force_upcast": False}
-_KL16 = VaeConfig.from_dict(_VAE)
+_KL16 = VaeConfig.from_dict(VAE)
 
 FLUX = Family(
     name="flux",
@@ -256,7 +255,7 @@ FLUX = Family(
     single_file=SingleFile(
         marks=("double_blocks.0.img_mod.", "vector_in."),
         config=_flux_config,
-        configs={FIRST: _CLIP_FIELDS, SECOND: _T5_FIELDS, "vae": _VAE, "scheduler": _BY_SIZE},
+        configs={FIRST: _CLIP_FIELDS, SECOND: _T5_FIELDS, "vae": VAE, "scheduler": _BY_SIZE},
         tokenizer=T5,
         index=_index,
         schedule=_schedule,
@@ -282,7 +281,7 @@ CHROMA = Family(
     single_file=SingleFile(
         marks=("distilled_guidance_layer.in_proj.",),
         config=_chroma_config,
-        configs={FIRST: _T5_FIELDS, "vae": _VAE, "scheduler": _BY_SIZE},
+        configs={FIRST: _T5_FIELDS, "vae": VAE, "scheduler": _BY_SIZE},
         tokenizer=T5,
     ),
     unused_options=NO_OPTIONS_OF_SDXL,

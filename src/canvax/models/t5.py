@@ -45,7 +45,7 @@ class T5Config(Config):
     layer_norm_epsilon: Epsilon = 1e-6
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "model_type": ("t5",), "feed_forward_proj": ("gated-gelu",), "dense_act_fn": ("gelu_new",),
+        "model_type": ("t5",), "feed_forward_proj": ("gated-gelu",), "dense_act_fn": ("gelu_new", "gelu_pytorch_tanh"),
     }  # fmt: skip
     # Other fields of a transformers config concern training and the decoder.
     STRICT = False
