@@ -394,6 +394,40 @@ def test_scaled_float8(files: Files, tmp_path: Path, marker: str) -> None:
     assert_same(pipes[0].params, pipes[1].params)
 
 
+@over("chroma")
+def test_files_of_t5(files: Files, tmp_path: Path) -> None:
+    """With both names of the embedding or the other alone, and with a decoder; the tokenizer is in the package."""
+    text = files.arrays("text_encoder")
+    embedding = text.pop("shared.weight")
+    for i, more in enumerate(({}, {"shared.weight": embedding, "decoder.block.0.wx.weight": np.ones(2, np.float32)})):
+        path = write(tmp_path / f"{i}.safetensors", text | {"encoder.embed_tokens.weight": embedding} | more)
+        pipe = files.load(text_encoder=path, tokenizer=None)
+        same_model(pipe, files.wanted)
+        assert pipe.tokenizer.ids("a fox") == files.wanted.tokenizer.ids("a fox")
+
+
+@over("flux-dev")
+def test_other_files_of_flux(files: Files, tmp_path: Path) -> None:
+    """Kontext is known by the name of its file, schnell and Fill by their arrays; CLIP has a name for its parts."""
+    clip = {f"text_model.{name}": array for name, array in files.arrays("text_encoder").items()}
+    text = write(tmp_path / "clip_l.safetensors", clip | {"logit_scale": np.ones((), np.float32)})
+    kontext = files.load(
+        shutil.copy(files.files["model"], tmp_path / "flux1-dev-Kontext_fp8.safetensors"), text_encoder=text
+    )
+    assert_same(kontext.params, files.wanted.params)
+    assert (kontext.model.networks.denoiser.facts.edits, kontext.model.defaults.guidance_scale) == (True, 2.5)
+    found = files.arrays()
+    schnell = {name: array for name, array in found.items() if not name.startswith("guidance_in.")}
+    pipe = files.load(write(tmp_path / "mine.safetensors", schnell))
+    assert (pipe.model.defaults.num_inference_steps, pipe.model.text.rows((77, 256))) == (4, 256)
+    assert not pipe.model.scheduler.schedule.size_shift
+    wide = np.zeros((found["img_in.weight"].shape[0], 288), np.float32)
+    fill = files.load(write(tmp_path / "fill.safetensors", found | {"img_in.weight": wide}))
+    assert (fill.model.networks.inpaints, fill.model.defaults.guidance_scale) == (True, 30.0)
+    with pytest.raises(canvax.CheckpointError):  # a model of depths
+        files.load(write(tmp_path / "depth.safetensors", found | {"img_in.weight": wide[:, :32]}))
+
+
 # Of FLUX.2: commands, and offloading.
 
 
