@@ -785,6 +785,11 @@ def test_filling(model: Model) -> None:
     assert_near(np.asarray(model.ours.decode(jnp.asarray(got.latents))), want)
     assert_other(np.asarray(model.ours.decode(jnp.asarray(model.draw(mask=half_mask(40), **asked).latents))), want, 50)
     np.testing.assert_allclose(got.pixels[0][:, :40], np.asarray(image)[:, :40] / 255, atol=0.01)
+    pipe = model.loaded()
+    pipe.compile(HEIGHT, WIDTH, 2, progress=False)
+    assert (
+        model.draw(pipe, mask=mask, **asked).compilations == model.draw(pipe, num_inference_steps=2).compilations == 0
+    )
 
 
 @over("chroma")

@@ -200,8 +200,8 @@ def attend(q: Array, k: Array, v: Array, rope: Rope | None, lengths: Array | Non
     """
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
-    limit = {} if lengths is None else {"lengths" if lengths.ndim == 1 else "mask": lengths}
-    return attention(q, k, v, **limit).reshape(*q.shape[:2], -1)
+    mask, lengths = (lengths, None) if lengths is not None and lengths.ndim > 1 else (None, lengths)
+    return attention(q, k, v, lengths=lengths, mask=mask).reshape(*q.shape[:2], -1)
 
 
 def self_attention(

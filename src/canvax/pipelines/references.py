@@ -151,7 +151,8 @@ def _nearest(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple
 def _fitted(image: Image.Image, step: int, sizes: Sequence[tuple[int, int]] = ()) -> Image.Image:
     """An image of at most ``MOST_PIXELS``, cut to multiples of ``step``; or resized to one of ``sizes``."""
     if sizes:
-        return image.resize(_nearest(*image.size, sizes)[::-1], Image.Resampling.LANCZOS)
+        height, width = _nearest(*image.size, sizes)
+        return image.resize((width, height), Image.Resampling.LANCZOS)
     size = _within(*image.size)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     width, height = (side - side % step for side in image.size)

@@ -113,7 +113,7 @@ AUTOENCODER = FileKind("an autoencoder", "pass it to vae (--vae)", "--vae", _all
 UNET_ALONE = FileKind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
 TEXT_ALONE = FileKind(
     "a text encoder alone", f"pass it to text_encoder (--text-encoder) with FLUX.1, else {_WHOLE}", "--text-encoder",
-    lambda shapes: any(map(_CLIP.fullmatch, shapes)),
+    lambda shapes: _all("text_model.")(shapes) or any(map(_CLIP.fullmatch, shapes)),
 )  # fmt: skip
 LANGUAGE_MODEL = FileKind(
     "a language model", "pass it to text_encoder (--text-encoder)", "--text-encoder",
