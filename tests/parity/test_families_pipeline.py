@@ -777,8 +777,10 @@ def test_sizes_of_references_of_kontext() -> None:
 
 @over("flux-fill")
 def test_filling(model: Model) -> None:
-    """The masked image and all pixels of the mask, whose edge is inside a latent."""
-    image, mask = picture(), half_mask(43)
+    """The masked image and all pixels of the mask, whose edges are inside of latents."""
+    corner = np.zeros((HEIGHT, WIDTH), np.uint8)
+    corner[19:, 43:] = 255
+    image, mask = picture(), Image.fromarray(corner)
     asked = {"num_inference_steps": 4, "guidance_scale": 30.0, "image": image}
     want = model.reference(mask_image=mask, **asked)
     got = model.draw(mask=mask, **asked)
