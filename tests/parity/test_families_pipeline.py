@@ -86,6 +86,7 @@ def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkey
     made = models(getattr(request, "param", "flux2"))
     if made.record.title in ("FLUX.1", "FLUX.2"):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+        monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((HEIGHT, WIDTH), (64, 48)))
     return made
 
 
@@ -352,6 +353,10 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
         {"prompt": PROMPTS[0], "seed": 5, "steps": 60, "guidance_scale": 2.0},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 50, "guidance_scale": 5.0},
     ], FROM_IMAGE, marks=SLOW),
+    pytest.param("flux-kontext", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
+    ], {}, marks=SLOW),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
     ], {}),
