@@ -599,6 +599,7 @@ def keywords_of_load(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: obje
 FLAGS = {
     "dtype": "bfloat16", "quantize": "int8", "precision": "highest", "safety_checker": True,
     "prediction_type": "v_prediction", "scheduler": ZERO_SNR, "vae": "o/vae", "text_encoder": "o/text",
+    "text_encoder_2": "o/t5",
     "tokenizer": "o/words", "revision": "v2", "variant": "fp16", "cache_dir": "files", "local_files_only": True,
     "token": "hf_x", "controlnet": ["o/canny"], "mesh": "data=2,model=2", "offload": True,
 }  # fmt: skip

@@ -21,9 +21,11 @@ from canvax.models.configs import ClipTextConfig, ClipVisionConfig, TinyConfig, 
 from canvax.models.controlnet import ControlNet
 from canvax.models.controlnet_union import UnionNet
 from canvax.models.decoder_lm import DecoderConfig
+from canvax.models.flux import ChromaConfig, FluxConfig
 from canvax.models.flux2 import Flux2Config
 from canvax.models.flux2_vae import Flux2VaeConfig
 from canvax.models.krea2 import Krea2Config
+from canvax.models.t5 import T5Config
 from canvax.models.wan_vae import WanVaeConfig
 from canvax.models.z_image import ZImageConfig
 from canvax.pipelines.safety import vision_config
@@ -51,6 +53,9 @@ READERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "CLIPVisionModelWithProjection": ClipVisionConfig.from_dict,
     "Qwen3ForCausalLM": DecoderConfig.from_dict,
     "Qwen3VLModel": DecoderConfig.from_dict,
+    "FluxTransformer2DModel": FluxConfig.from_dict,
+    "ChromaTransformer2DModel": ChromaConfig.from_dict,
+    **dict.fromkeys(("T5EncoderModel", "t5"), T5Config.from_dict),
     "CLIPVisionModel": ClipVisionConfig.from_dict,
     "StableDiffusionSafetyChecker": vision_config,
     "SafetyChecker": vision_config,
@@ -77,7 +82,11 @@ REFUSED = {
 def read_config(name: str) -> Any:
     fields = CONFIGS[name]
     kind = kind_of(fields)
-    return from_scheduler_config(fields) if kind.endswith("Scheduler") else READERS.get(kind, CLIP)(fields)
+    return (
+        from_scheduler_config(fields)
+        if kind.endswith("Scheduler")
+        else READERS.get(kind or fields.get("model_type"), CLIP)(fields)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if not name.startswith(("tokenizer", "processor"))])
@@ -125,6 +134,8 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
         "Latent": "sd",
         "ZImage": "z-image",
         "Flux2": "flux2",
+        "Flux": "flux",
+        "Chroma": "chroma",
     }
     wanted = next((family for start, family in families.items() if name.startswith(start)), "krea-2")
     assert model.family.name == wanted + ("-refiner" if index.get("requires_aesthetics_score") else "")
@@ -137,6 +148,13 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
     else:
         assert model.native_size == (1024, 1024)
         assert model.scheduler.schedule.prediction_type == "flow_prediction"
+    if wanted in ("flux", "chroma"):  # schnell, dev, Kontext and Chroma
+        rows = model.text.encoders[-1].lengths
+        found = model.defaults.num_inference_steps, model.defaults.guidance_scale, rows, model.networks.embeds_guidance
+        dev, edits = (28, 3.5, (512,), True), (28, 2.5, (512,), True)
+        assert found in ((4, 1.0, (256,), False), dev, edits, (35, 5.0, (512,), False))
+        assert model.networks.denoiser.facts.edits is ("Kontext" in name)
+        assert (found[0] == 35) is (wanted == "chroma")
     if checker := parts.get("safety_checker"):
         assert vision_config(CONFIGS[checker]).hidden_size == 1024
 

@@ -203,6 +203,10 @@ class Load:
         None, "the language model for a transformer in one file: a file, a folder or a Hub id", group=MODEL,
         metavar="FILE",
     )  # fmt: skip
+    text_encoder_2: Any = setting(
+        None, "T5 as the second text encoder of FLUX.1, as text_encoder, which then is CLIP", group=MODEL,
+        metavar="FILE",
+    )  # fmt: skip
     tokenizer: Any = setting(
         None, "the language model's tokenizer: a folder or a Hub id", unset="the text encoder's, if it has one",
         group=MODEL, metavar="FOLDER",
@@ -243,7 +247,7 @@ class Load:
 
 LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
 """Arguments of ``canvax.load`` about the source of files."""
-PARTS = ("vae", "prediction_type", "text_encoder", "tokenizer", "scheduler")
+PARTS = ("vae", "prediction_type", "text_encoder", "text_encoder_2", "tokenizer", "scheduler")
 """Arguments of ``canvax.load`` that replace parts of the model."""
 
 

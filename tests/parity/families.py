@@ -27,6 +27,7 @@ from PIL import Image
 
 import canvax
 from benchmarks.lab.layouts import CHAT_TEMPLATE
+from canvax.families.flux import T5
 from canvax.families.krea2 import NAMES as KREA2_NAMES
 from canvax.models.dit import pack
 from canvax.models.krea2 import DROPPED, TEMPLATE
@@ -36,6 +37,7 @@ from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
+from canvax.weights.single_file import CLIP
 from canvax.weights.wan_vae import wan_vae_rules
 from tests.support.ldm_files import ldm_vae
 
@@ -314,8 +316,72 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     return folder
 
 
+FLUX_SIZES: dict[str, Any] = {
+    "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
+    "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
+}  # fmt: skip
+
+
+def flux_network(kind: str = "FluxTransformer2DModel", **changes: Any) -> Any:
+    """The transformer of a checkpoint, whose attention is far from even and in which text matters."""
+    module: Any = randomise(getattr(diffusers, kind)(**FLUX_SIZES | {"in_channels": 16} | changes), 3)
+    with torch.no_grad():
+        module.context_embedder.weight.mul_(3)
+        module.proj_out.weight.mul_(2)
+        for name, weight in module.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
+                weight.mul_(4)
+    return module
+
+
+def t5_network(**changes: Any) -> Any:
+    """T5's encoder, of the released vocabulary."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4, "vocab_size": 32128}
+    config = transformers.T5Config(**sizes | changes, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    return randomise(transformers.T5EncoderModel(config), 1)
+
+
+def build_flux(folder: Path, *, kind: str = "dev", released: bool = False) -> Path:
+    """Likewise, FLUX.1 schnell, dev, kontext or fill, or chroma."""
+    sizes: dict[str, Any] = {"attention_head_dim": 32, "axes_dims_rope": (4, 14, 14)} if released else {}
+    sizes |= {"in_channels": 288, "out_channels": 16} if kind == "fill" else {}
+    clip = transformers.CLIPTextConfig(
+        hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=1 if released else 2,
+        hidden_act="quick_gelu", eos_token_id=2, bos_token_id=0,
+    )  # fmt: skip
+    vae = randomise(
+        diffusers.AutoencoderKL(
+            **_four_blocks(32 if released else 8), latent_channels=4, scaling_factor=0.3611, shift_factor=0.1159,
+            use_quant_conv=False, use_post_quant_conv=False,
+        ),
+        2,
+    )  # fmt: skip
+    by_size = {} if released else {"base_image_seq_len": 10, "max_image_seq_len": 64}
+    shift = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "shift": 3.0} | by_size
+    parts: dict[str, Any] = {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(**({"shift": 1.0} if kind == "schnell" else shift)),
+        "vae": vae,
+    }
+    words = transformers.T5Tokenizer.from_pretrained(T5)
+    if kind == "chroma":
+        parts |= {"text_encoder": t5_network(), "tokenizer": words}
+        rest = {"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2}
+        parts["transformer"] = flux_network("ChromaTransformer2DModel", **sizes, **rest)
+        diffusers.ChromaPipeline(**parts).save_pretrained(folder)
+        return folder
+    parts |= {
+        "text_encoder": randomise(transformers.CLIPTextModel(clip), 4),
+        "tokenizer": transformers.CLIPTokenizer.from_pretrained(CLIP / "tokenizer"),
+        "text_encoder_2": t5_network(), "tokenizer_2": words,
+        "transformer": flux_network(pooled_projection_dim=64, guidance_embeds=kind != "schnell", **sizes),
+    }  # fmt: skip
+    name = {"kontext": "FluxKontextPipeline", "fill": "FluxFillPipeline"}.get(kind, "FluxPipeline")
+    getattr(diffusers, name)(**parts).save_pretrained(folder)
+    return folder
+
+
 def packed(latents: np.ndarray) -> torch.Tensor:
-    """Latents as Krea 2's pipeline takes them."""
+    """Latents as the pipelines of Krea 2 and FLUX.1 take them."""
     tokens = pack(jnp.asarray(latents, jnp.float32), channels_first=True)
     return torch.from_numpy(np.array(tokens.reshape(len(latents), -1, tokens.shape[-1])))
 
@@ -372,6 +438,35 @@ def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: 
         more = {} if negatives is None else {"negative_prompt": negatives[i], "true_cfg_scale": scale}
         images.append(pipe(prompt, latents=latents[i : i + 1], **more, **keywords).images[0])
     return np.stack(images)
+
+
+def _open_chroma(folder: Path) -> Any:
+    """The pipeline with the mask of its authors: diffusers adds 1 and 0 to scores where theirs is true and false."""
+    pipe = diffusers.ChromaPipeline.from_pretrained(folder)
+    mask_of = pipe._prepare_attention_mask
+    pipe._prepare_attention_mask = lambda **given: None if (mask := mask_of(**given)) is None else mask.bool()
+    return pipe
+
+
+def _schnell(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    scale = keywords.pop("guidance_scale", 1.0)
+    return _at_once(pipe, prompts, latents, keywords | {"true_cfg_scale": scale, "max_sequence_length": 256})
+
+
+def _fill(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """Everything is masked unless an image is given; the VAE gives the mean."""
+    size = keywords["width"], keywords["height"]
+    keywords.pop("negative_prompt", None)
+    usual = {"image": Image.new("RGB", size, 128), "mask_image": Image.new("L", size, 255)}
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moments, "sample", lambda self, *_: self.mode())
+        return _at_once(pipe, prompts, latents, usual | keywords)
+
+
+def _kontext(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """An image of the size that is asked for; a reference of the size of one of the list that fits."""
+    return _at_once(pipe, prompts, latents, keywords | {"max_area": keywords["width"] * keywords["height"]})
 
 
 def _swapped(array: np.ndarray) -> np.ndarray:
@@ -637,7 +732,7 @@ class Record:
         factors, authors: a LoRA under the names of diffusers, and under those of the authors.
         original: arrays of the transformer under the names of the authors.
         vae, text: those of the other parts in files.
-        files: names of the files of transformer, text encoder and autoencoder.
+        files: names of the files of transformer, text encoder, autoencoder and perhaps second text encoder.
         layer: a layer of the file of the transformer.
         words: the folder of the tokenizer.
         size: height and width that both can draw.
@@ -653,7 +748,7 @@ class Record:
     authors: Callable[[Factors], Factors]
     original: Callable[[Arrays], Arrays]
     vae: Callable[[Arrays], Arrays]
-    files: tuple[str, str, str]
+    files: tuple[str, ...]
     layer: str
     text: Callable[[Arrays], Arrays] = lambda found: found
     how: Mapping[str, Any] = field(default_factory=dict)
@@ -714,7 +809,99 @@ def _qwen(**more: Any) -> Record:
     )  # fmt: skip
 
 
+def flux_original(found: Arrays) -> Arrays:
+    """Likewise, of FLUX.1 and Chroma, by a table that is the test's."""
+    if "norm_out.linear.weight" in found:
+        for end in ("weight", "bias"):
+            found[f"norm_out.linear.{end}"] = _swapped(found[f"norm_out.linear.{end}"])
+    for end in ("weight", "bias"):
+        _stacked(found, f"attn.add_q_proj.{end}", [f"attn.add_{part}_proj.{end}" for part in "qkv"],
+                 f"txt_attn.qkv.{end}")  # fmt: skip
+        single = [f"attn.to_{part}.{end}" for part in "qkv"] + [f"proj_mlp.{end}"]
+        for name in [name for name in found if name.startswith("single_") and name.endswith(f"proj_mlp.{end}")]:
+            stem = name.removesuffix(f"proj_mlp.{end}")
+            found[f"{stem}linear1.{end}"] = np.concatenate([found.pop(f"{stem}{part}") for part in single])
+        _stacked(found, f"attn.to_q.{end}", [f"attn.to_{part}.{end}" for part in "qkv"], f"img_attn.qkv.{end}")
+    found = _renamed(found, {
+        "attn.norm_added_q.weight": "txt_attn.norm.query_norm.scale",
+        "attn.norm_added_k.weight": "txt_attn.norm.key_norm.scale", "norm1.linear": "img_mod.lin",
+        "norm1_context.linear": "txt_mod.lin", "attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj",
+        "ff.net.0.proj": "img_mlp.0", "ff.net.2": "img_mlp.2", "ff_context.net.0.proj": "txt_mlp.0",
+        "ff_context.net.2": "txt_mlp.2",
+    })  # fmt: skip
+    named = {}
+    for name, array in found.items():
+        norm = "norm" if name.startswith("single_") else "img_attn.norm"
+        name = name.replace("attn.norm_q.weight", f"{norm}.query_norm.scale")
+        name = name.replace("attn.norm_k.weight", f"{norm}.key_norm.scale")
+        name = re.sub(r"(single_transformer_blocks\.\d+)\.norm\.linear", r"\1.modulation.lin", name)
+        name = re.sub(r"(single_transformer_blocks\.\d+)\.proj_out", r"\1.linear2", name)
+        name = re.sub(r"(guidance_layer\.norms\.\d+)\.weight", r"\1.scale", name)
+        name = re.sub(r"(guidance_layer\.layers\.\d+)\.linear_1", r"\1.in_layer", name)
+        named[re.sub(r"(guidance_layer\.layers\.\d+)\.linear_2", r"\1.out_layer", name)] = array
+    return _renamed(named, {
+        "single_transformer_blocks.": "single_blocks.", "transformer_blocks.": "double_blocks.",
+        "norm_out.linear": "final_layer.adaLN_modulation.1", "x_embedder": "img_in", "context_embedder": "txt_in",
+        "proj_out": "final_layer.linear", "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
+        "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
+        "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+        "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+        "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
+        "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
+    })  # fmt: skip
+
+
+def flux_factors() -> Factors:
+    """Likewise."""
+    attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
+    sizes = {f"transformer_blocks.0.attn.{name}": (48, 48) for name in attention}
+    sizes |= {"transformer_blocks.1.ff.net.0.proj": (192, 48), "transformer_blocks.0.ff_context.net.2": (48, 192)}
+    sizes |= {f"single_transformer_blocks.1.attn.to_{part}": (48, 48) for part in "qkv"}
+    sizes |= {"single_transformer_blocks.1.proj_mlp": (192, 48), "single_transformer_blocks.0.proj_out": (48, 240)}
+    return _factors(sizes | {"context_embedder": (48, 32)}, 0.2, shared=True)
+
+
+_FLUX_AUTHORS = {
+    "transformer_blocks.0.attn.to_out.0": "double_blocks.0.img_attn.proj",
+    "transformer_blocks.1.ff.net.0.proj": "double_blocks.1.img_mlp.0",
+    "transformer_blocks.0.ff_context.net.2": "double_blocks.0.txt_mlp.2",
+    "single_transformer_blocks.0.proj_out": "single_blocks.0.linear2", "context_embedder": "txt_in",
+}  # fmt: skip
+
+
+def _flux_authors(factors: Factors) -> Factors:
+    factors, single = dict(factors), "single_transformer_blocks.1."
+    stacks = {
+        "double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.to_{part}" for part in "qkv"],
+        "double_blocks.0.txt_attn.qkv": [f"transformer_blocks.0.attn.add_{part}_proj" for part in "qkv"],
+        "single_blocks.1.linear1": [*(f"{single}attn.to_{part}" for part in "qkv"), f"{single}proj_mlp"],
+    }
+    for name, layers in stacks.items():
+        parts = [factors.pop(layer) for layer in layers]
+        factors[name] = np.concatenate([up for up, _ in parts]), parts[0][1]
+    return {_FLUX_AUTHORS.get(name, name): pair for name, pair in factors.items()}
+
+
+def _flux(kind: str, **more: Any) -> Record:
+    usual: dict[str, Any] = {
+        "title": "FLUX.1", "open": _by_class("FluxPipeline"), "steps": (28, 3.5),
+        "files": ("flux1-dev", "clip_l", "ae", "t5xxl_fp16"), "words": "tokenizer_2", "negatives": ("blurry", ""),
+    }  # fmt: skip
+    return Record(
+        build=build_flux, how={"kind": kind}, factor=8, channels=4, latents=packed, factors=flux_factors, vae=_ldm,
+        authors=_flux_authors, original=flux_original, layer="single_blocks.0.linear1.weight", **usual | more,
+    )  # fmt: skip
+
+
 RECORDS = {
+    "flux-schnell": _flux("schnell", ask=_schnell, steps=(4, 1.0), distilled=True),
+    "flux-dev": _flux("dev"),
+    "flux-kontext": _flux("kontext", open=_by_class("FluxKontextPipeline"), ask=_kontext, steps=(28, 2.5)),
+    "flux-fill": _flux("fill", open=_by_class("FluxFillPipeline"), ask=_fill, steps=(50, 30.0)),
+    "chroma": _flux(
+        "chroma", title="Chroma", open=_open_chroma, steps=(35, 5.0), files=("Chroma1-HD", "t5xxl_fp16", "ae"),
+        words="tokenizer",
+    ),
     "z-image": Record(
         title="Z-Image", build=build_z_image, open=_by_class("ZImagePipeline"), factor=8, channels=16, steps=(8, 0.0),
         factors=z_image_factors, authors=_z_image_authors, original=z_image_original, vae=_ldm, text=_with_prefix,
@@ -804,7 +991,8 @@ class Files:
 
     Attributes:
         folder: the checkpoint as diffusers writes it.
-        files: ``model``, the transformer; ``text_encoder``, ``vae``; and ``tokenizer``, a folder.
+        files: ``model``, the transformer; ``text_encoder``, ``vae`` and others; and ``tokenizer``, a folder.
+        parts: components with weights.
         wanted: the checkpoint in canvax.
         sees: the text encoder has eyes, whose config no file of arrays tells.
     """
@@ -813,13 +1001,15 @@ class Files:
         self.name, self.record = name, RECORDS[name]
         self.sees = "vl" in self.record.files[1]
         self.folder = self.record.build(into / "folder", **self.record.how, released=True)
-        found = {part: arrays_of(self.folder, part) for part in ("transformer", "text_encoder", "vae")}
+        self.parts = ("transformer", "text_encoder", "vae", "text_encoder_2")[: len(self.record.files)]
+        found = {part: arrays_of(self.folder, part) for part in self.parts}
         shutil.copytree(self.folder / self.record.words, into / "words")
-        model, text, vae = (into / f"{name}.safetensors" for name in self.record.files)
+        model, text, vae, *more = (into / f"{name}.safetensors" for name in self.record.files)
         self.files = {
             "model": write(model, self.record.original(found["transformer"])),
             "text_encoder": write(text, self.record.text(found["text_encoder"])),
             "vae": write(vae, self.record.vae(found["vae"])),
+            **{part: write(path, found[part]) for part, path in zip(self.parts[3:], more, strict=True)},
             "tokenizer": into / "words",
         }
         self.wanted = load(self.folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import pytest
 import torch
 import transformers
 from diffusers.loaders.single_file_utils import (
+    convert_chroma_transformer_checkpoint_to_diffusers,
+    convert_flux_transformer_checkpoint_to_diffusers,
     convert_krea2_transformer_checkpoint_to_diffusers,
     convert_wan_vae_to_diffusers,
 )
@@ -33,6 +36,7 @@ from canvax.cli import main
 from canvax.cli.arguments import build_parser
 from canvax.cli.loading import load_with
 from canvax.families.convert import convert
+from canvax.families.flux import CHROMA, FLUX
 from canvax.families.flux2 import FLUX2
 from canvax.families.flux3 import FLUX3
 from canvax.families.flux3 import NAMES as FLUX3_NAMES
@@ -52,6 +56,7 @@ from canvax.models.flux3 import Flux3Config, flux3_spec
 from canvax.models.krea2 import Krea2Config, krea2_spec
 from canvax.models.qwen_image import QwenImageConfig, qwen_image_spec
 from canvax.models.qwen_vae import QwenVaeConfig, qwen_vae_spec
+from canvax.models.t5 import T5Config, t5_spec
 from canvax.models.z_image import ZImageConfig, z_image_spec
 from canvax.params import count, flatten
 from canvax.pipelines.generate import sampler_table
@@ -60,7 +65,7 @@ from canvax.planning.plan import architecture
 from canvax.weights.data_folder import find_named, using
 from canvax.weights.entries import Entry
 from canvax.weights.formats import whole_name
-from canvax.weights.language_model import language_model_config
+from canvax.weights.language_model import language_model_config, t5_config
 from canvax.weights.lora import read_adapter
 from canvax.weights.overrides import Overrides
 from canvax.weights.rules import Names
@@ -83,6 +88,7 @@ from .families import (
 
 PARTS = ("transformer", "text_encoder", "vae")
 FLAGS = {"model": "--model", "text_encoder": "--text-encoder", "vae": "--vae"}
+ALL = ["z-image", "flux2", "flux3", "krea2-turbo", "qwen", "flux-dev", "chroma"]
 SIZE = ["-W", "32", "-H", "32", "--dtype", "float32", "--mesh", "data=1"]
 
 
@@ -97,9 +103,7 @@ def files(request: pytest.FixtureRequest, made: Callable[[str], Files]) -> Files
 
 
 def over(*names: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "files", names or ["z-image", "flux2", "flux3", "krea2-turbo", "qwen"], indirect=True
-    )
+    return pytest.mark.parametrize("files", names or ALL, indirect=True)
 
 
 def draw(pipe: canvax.Pipeline) -> np.ndarray:
@@ -120,7 +124,7 @@ def test_single_files(files: Files) -> None:
     pipe = files.load()
     same_model(pipe, files.wanted)
     assert pipe.model.defaults == files.wanted.model.defaults
-    assert pipe.model.overrides.keys() == {"vae", "text_encoder", "tokenizer"}
+    assert pipe.model.overrides.keys() == files.files.keys() - {"model"}
 
 
 @pytest.mark.parametrize(("files", "stem", "stray", "steps", "shift"), [
@@ -161,6 +165,8 @@ def test_diffusers_knows_the_names(files: Files) -> None:
         assert convert_krea2_transformer_checkpoint_to_diffusers(named).keys() == wanted.keys()
         assert convert_wan_vae_to_diffusers(files.arrays("vae")).keys() == arrays_of(files.folder, "vae").keys()
         return
+    if files.record.title in ("FLUX.1", "Chroma"):  # whose conversion is of the released sizes: test_sizes_of_flux
+        return
     kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3", "qwen": "QwenImage21"}
     kind = getattr(diffusers, f"{kinds[files.name]}Transformer2DModel")
     theirs = kind.from_single_file(str(files.files["model"]), config=str(files.folder / "transformer")).state_dict()
@@ -194,9 +200,10 @@ def test_the_name_of_a_file_tells_what_its_arrays_do_not(
 def test_parts_that_are_folders(files: Files) -> None:
     """A part may be a folder as well; the tokenizer beside a text encoder need not be named."""
     folder = files.folder
+    second = {"text_encoder_2": folder} if "text_encoder_2" in files.parts else {}
     for given in (
-        {"text_encoder": folder / "text_encoder", "vae": folder, "tokenizer": folder},
-        {"text_encoder": folder, "tokenizer": None},
+        {"text_encoder": folder / "text_encoder", "vae": folder, "tokenizer": folder / files.record.words},
+        {"text_encoder": folder, "tokenizer": None, **second},
     ):
         same_model(files.load(**given), files.wanted)
     same_model(load(folder, text_encoder=files.files["text_encoder"]), files.wanted)
@@ -204,7 +211,7 @@ def test_parts_that_are_folders(files: Files) -> None:
 
 @pytest.mark.parametrize(("files", "kind"), [
     ("z-image", "Q8_0"), ("flux2", "Q5_1"), ("flux3", "Q4_0"), ("krea2-turbo", "Q4_0"),
-    ("qwen", "Q8_0"),
+    ("qwen", "Q8_0"), ("chroma", "Q8_0"),
 ], indirect=["files"])  # fmt: skip
 def test_gguf(
     files: Files, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -236,13 +243,13 @@ def test_gguf(
 @over()
 def test_a_transformer_alone(files: Files) -> None:
     """One error names all that is missing, and of the parts that are given none."""
-    for given, left in (({}, ("text_encoder", "vae")), ({"vae": files.files["vae"]}, ("text_encoder",))):
+    encoders = tuple(part for part in files.parts if part.startswith("text_encoder"))
+    for given, left in (({}, (*encoders, "vae")), ({"vae": files.files["vae"]}, encoders)):
         with pytest.raises(canvax.InputError) as caught:
             load(files.files["model"], **given)
         assert caught.value.argument == "model"
-        assert [f"{{{name}=" in caught.value.cure for name in FLAGS if name != "model"] == [
-            name in left for name in FLAGS if name != "model"
-        ]
+        names = [name for name in files.parts if name != "transformer"]
+        assert [f"{{{name}=" in caught.value.cure for name in names] == [name in left for name in names]
 
 
 @over()
@@ -266,8 +273,9 @@ def test_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     vae = {name: array for name, array in files.arrays("vae").items() if lacks not in name}
     with pytest.raises(canvax.CheckpointError):
         files.load(vae=write(tmp_path / "vae.safetensors", vae))
-    with pytest.raises(canvax.CheckpointError):  # the tokenizer in the package has more words than this text encoder
-        files.load(tokenizer=None)
+    if files.record.title not in ("FLUX.1", "Chroma"):  # T5 has the vocabulary of the released one here
+        with pytest.raises(canvax.CheckpointError):  # that of the package has more words than this text encoder
+            files.load(tokenizer=None)
     with pytest.raises(canvax.InputError) as caught:
         canvax.load("emoji", text_encoder=paths["text_encoder"])
     assert caught.value.argument == "text_encoder"
@@ -291,14 +299,14 @@ def same_files(saved: Path, files: Files, *, eyes: bool = True) -> None:
 
     ``eyes``: the config of a text encoder that sees is that of the checkpoint, not that of the released models.
     """
-    for part in PARTS:
+    for part in files.parts:
         one, other = (
-            {whole_name(name.removeprefix("model.")) if part == "text_encoder" else name: array
+            {whole_name(re.sub(r"^(model|text_model)\.", "", name)) if part == "text_encoder" else name: array
              for name, array in arrays_of(path, part).items()} for path in (saved, files.folder)
         )  # fmt: skip
         assert one.keys() == other.keys(), part
         assert all(np.array_equal(one[name], other[name]) for name in one), part
-    parts, original = PARTS if eyes else ("transformer", "vae"), files.record.open(files.folder)
+    parts, original = files.parts if eyes else ("transformer", "vae"), files.record.open(files.folder)
     if files.name == "flux3":
         theirs = diffusers.ModularPipeline.from_pretrained(str(saved))
         assert type(theirs).__name__ == "Flux3DistilledModularPipeline"
@@ -384,6 +392,40 @@ def test_scaled_float8(files: Files, tmp_path: Path, marker: str) -> None:
         paths = {part: write(tmp_path / kind / f"{part}.safetensors", found[i]) for part, found in both.items()}
         pipes.append(files.load(paths["model"], text_encoder=paths["text_encoder"]))
     assert_same(pipes[0].params, pipes[1].params)
+
+
+@over("chroma")
+def test_files_of_t5(files: Files, tmp_path: Path) -> None:
+    """With both names of the embedding or the other alone, and with a decoder; the tokenizer is in the package."""
+    text = files.arrays("text_encoder")
+    embedding = text.pop("shared.weight")
+    for i, more in enumerate(({}, {"shared.weight": embedding, "decoder.block.0.wx.weight": np.ones(2, np.float32)})):
+        path = write(tmp_path / f"{i}.safetensors", text | {"encoder.embed_tokens.weight": embedding} | more)
+        pipe = files.load(text_encoder=path, tokenizer=None)
+        same_model(pipe, files.wanted)
+        assert pipe.tokenizer.ids("a fox") == files.wanted.tokenizer.ids("a fox")
+
+
+@over("flux-dev")
+def test_other_files_of_flux(files: Files, tmp_path: Path) -> None:
+    """Kontext is known by the name of its file, schnell and Fill by their arrays; CLIP has a name for its parts."""
+    clip = {f"text_model.{name}": array for name, array in files.arrays("text_encoder").items()}
+    text = write(tmp_path / "clip_l.safetensors", clip | {"logit_scale": np.ones((), np.float32)})
+    kontext = files.load(
+        shutil.copy(files.files["model"], tmp_path / "flux1-dev-Kontext_fp8.safetensors"), text_encoder=text
+    )
+    assert_same(kontext.params, files.wanted.params)
+    assert (kontext.model.networks.denoiser.facts.edits, kontext.model.defaults.guidance_scale) == (True, 2.5)
+    found = files.arrays()
+    schnell = {name: array for name, array in found.items() if not name.startswith("guidance_in.")}
+    pipe = files.load(write(tmp_path / "mine.safetensors", schnell))
+    assert (pipe.model.defaults.num_inference_steps, pipe.model.text.rows((77, 256))) == (4, 256)
+    assert not pipe.model.scheduler.schedule.size_shift
+    wide = np.zeros((found["img_in.weight"].shape[0], 288), np.float32)
+    fill = files.load(write(tmp_path / "fill.safetensors", found | {"img_in.weight": wide}))
+    assert (fill.model.networks.inpaints, fill.model.defaults.guidance_scale) == (True, 30.0)
+    with pytest.raises(canvax.CheckpointError):  # a model of depths
+        files.load(write(tmp_path / "depth.safetensors", found | {"img_in.weight": wide[:, :32]}))
 
 
 # Of FLUX.2: commands, and offloading.
@@ -677,6 +719,29 @@ def test_sizes_of_krea2() -> None:
     assert DecoderConfig.from_dict(config) == QWEN3_VL_4B
     sizes = {name: count(spec) / 1e9 for name, spec in PRESETS["krea-2"].specs().items()}
     assert sizes == pytest.approx({"transformer": 12.820, "text_encoder": 3.922, "vae": 0.0446}, abs=5e-4)
+
+
+def test_sizes_of_flux() -> None:
+    """Names and shapes of all arrays of both layouts, and the published counts."""
+    for name, kind, back, config in (
+        ("flux1-dev", "FluxTransformer2DModel", convert_flux_transformer_checkpoint_to_diffusers,
+         {"guidance_embeds": True}),
+        ("flux1-schnell", "FluxTransformer2DModel", convert_flux_transformer_checkpoint_to_diffusers, {}),
+        ("chroma1", "ChromaTransformer2DModel", convert_chroma_transformer_checkpoint_to_diffusers, {}),
+    ):  # fmt: skip
+        family = CHROMA if name == "chroma1" else FLUX
+        state, denoiser = on_no_device(kind, **config), PRESETS[name].denoiser
+        assert under(Names(family.stacks), shapes_of(denoiser.spec)) == state
+        without_stacks = [rule for rule in family.names if rule not in family.stacks]
+        released = under(Names(without_stacks), shapes_of(denoiser.spec))
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in released.items()}
+        assert {name: tuple(tensor.shape) for name, tensor in back(tensors).items()} == state
+        assert type(denoiser.cfg).from_dict(config_of(family, denoiser.spec)) == denoiser.cfg
+    counts = {name: count(PRESETS[name].specs()["transformer"]) for name in ("flux1-dev", "flux1-schnell", "chroma1")}
+    assert counts == {"flux1-dev": 11_901_408_320, "flux1-schnell": 11_891_178_560, "chroma1": 8_899_983_424}
+    sizes = {name: count(spec) for name, spec in PRESETS["flux1-dev"].specs().items()}
+    assert (sizes["text_encoder"], sizes["text_encoder_2"], sizes["vae"]) == (123_060_480, 4_762_310_656, 83_819_683)
+    assert T5Config.from_dict(t5_config(shapes_of(t5_spec(T5Config())))) == T5Config()
 
 
 def test_sizes_of_qwen_image() -> None:

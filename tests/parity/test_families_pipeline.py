@@ -26,12 +26,15 @@ import torch
 from PIL import Image, ImageOps
 
 import canvax
+from canvax.adapters import change
 from canvax.call import Call
 from canvax.cli import main
 from canvax.compile.programs import load_or_compile
 from canvax.images.inputs import fingerprint
+from canvax.models.flux import REFERENCE_SIZES
 from canvax.models.krea2 import DROPPED
 from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten
 from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.request import make_request
 from canvax.pipelines.shares import shares_of
@@ -43,6 +46,7 @@ from canvax.server.jobs import JobRequest, State
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import check, sample
+from canvax.weights.lora import read_adapter
 from tests.support.serving import held, until
 
 from .families import (
@@ -80,8 +84,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model that a test asks for by ``over``; else FLUX.2 klein."""
     made = models(getattr(request, "param", "flux2"))
-    if made.record.title == "FLUX.2":  # less padding of references, which takes time
+    if made.record.title in ("FLUX.1", "FLUX.2"):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+        monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((HEIGHT, WIDTH), (64, 48)))
     return made
 
 
@@ -112,6 +117,12 @@ def assert_other(got: Any, want: Any, most: float = 40) -> None:
     ("qwen", None, 64, 96, 5, {}),
     ("qwen", 3.0, 128, 32, 4, {"guidance_scale": 1.0}),
     ("qwen-turbo", None, 64, 96, 4, {}),
+    ("flux-schnell", None, 48, 80, 4, {}),
+    ("flux-schnell", 2.0, 64, 32, 4, {"guidance_scale": 1.0}),
+    ("flux-dev", 3.5, 48, 80, 5, {"guidance_scale": 1.0}),
+    ("flux-kontext", 2.0, 64, 32, 4, {"guidance_scale": 3.5}),
+    ("flux-fill", 30.0, 48, 80, 4, {"guidance_scale": 3.5}),
+    ("chroma", 3.0, 48, 80, 5, {"guidance_scale": 1.0}),
 ], indirect=["model"])  # fmt: skip
 def test_same_picture(
     model: Model, guidance: float | None, height: int, width: int, steps: int, more: dict[str, Any]
@@ -130,13 +141,17 @@ def test_same_picture(
         assert_other(model.draw(**drawn | more).pixels, want)
 
 
-@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo")
+FLUX1 = ("flux-schnell", "flux-dev", "flux-kontext", "flux-fill")
+
+
+@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo", "chroma",
+      *FLUX1)  # fmt: skip
 def test_defaults(model: Model) -> None:
     """A distilled model has no second evaluation, the other one is guided away from the empty prompt."""
     ours, distilled = model.ours.model, model.record.distilled
     assert (ours.defaults.num_inference_steps, ours.defaults.guidance_scale) == model.record.steps
     request = make_request(ours, Call("a fox"))
-    assert (request.guided, request.negatives) == (not distilled and model.name != "qwen", [""])
+    assert (request.guided, request.negatives) == (not distilled and model.name not in ("qwen", *FLUX1), [""])
     if model.record.title == "FLUX.2":
         assert make_request(ours, Call("a fox", guidance_scale=4.0)).guided != distilled
     if model.record.title == "FLUX.3":  # in no file: the reference's is a default of its step
@@ -151,11 +166,12 @@ def shift_of(model: Model, tokens: int, steps: int) -> float:
     return {
         "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
         "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
-        "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)),
+        "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)), "flux-schnell": lambda: 1.0,
+        "flux-dev": lambda: np.exp(calculate_shift(tokens, 10, 64)),
     }[model.name]()  # fmt: skip
 
 
-@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen")
+@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev")
 def test_the_shift_belongs_to_the_model(model: Model) -> None:
     """Every sampler has it, and it follows the size where the reference's does."""
     for height, width in ((48, 80), (64, 32)):
@@ -167,7 +183,7 @@ def test_the_shift_belongs_to_the_model(model: Model) -> None:
             np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
 
 
-@over("z-image", "flux2-base", "krea2", "qwen")
+@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma")
 def test_nothing_compiles_twice(model: Model) -> None:
     """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
     usual = {"guidance_scale": 2.0, "options": None, "progress": False, **model.small}
@@ -219,6 +235,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("flux3", REFUSED),
     ("krea2", REFUSED),
     ("qwen", REFUSED),
+    ("chroma", REFUSED),
+    ("flux-dev", [
+        *(entry for entry in REFUSED if entry[0] != "prompt_2"),
+        ("guidance_interval", {"guidance_interval": (0.2, 0.8)}),
+    ]),
 ], indirect=["model"])  # fmt: skip
 def test_what_it_does_not_do(model: Model, refused: list[tuple[str, dict[str, Any]]]) -> None:
     for argument, changes in refused:
@@ -252,7 +273,7 @@ def unguided(model: Model) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
     pytest.param(name, spelling, beside, marks=[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")))
-    for name in ("z-image", "flux2", "flux3", "krea2", "qwen")
+    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma")
     for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
     if (name, beside) != ("flux3", True)
 ], indirect=["model"])  # fmt: skip
@@ -292,7 +313,7 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "axes"), [
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
-    ("qwen", {"data": 2, "model": 2}),
+    ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
@@ -303,6 +324,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
+    ("flux-dev", "float32", 40),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
@@ -324,6 +346,14 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("krea2", 2, [GUIDED, PLAIN], FROM_IMAGE, marks=WEEKLY),
     pytest.param("qwen", 2, [{**GUIDED, "guidance_scale": 1.0}, PLAIN], FROM_IMAGE, marks=SLOW),
     pytest.param("flux2", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
+    ], {}, marks=SLOW),
+    pytest.param("flux-dev", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 60, "guidance_scale": 2.0},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 50, "guidance_scale": 5.0},
+    ], FROM_IMAGE, marks=SLOW),
+    pytest.param("flux-kontext", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
     ], {}, marks=SLOW),
@@ -377,23 +407,29 @@ def patched(monkeypatch: pytest.MonkeyPatch, model: Model, name: str, **more: An
     return pipe
 
 
-@over("z-image")
+@over("z-image", "flux-dev", "chroma")
 def test_image_to_image(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     image, asked = picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
-    pipe = patched(monkeypatch, model, "ZImageImg2ImgPipeline")
+    names = {"z-image": "ZImageImg2ImgPipeline", "flux-dev": "FluxImg2ImgPipeline", "chroma": "ChromaImg2ImgPipeline"}
+    pipe = patched(monkeypatch, model, names[model.name])
+    if model.name == "chroma":
+        mask_of = pipe._prepare_attention_mask
+        monkeypatch.setattr(pipe, "_prepare_attention_mask", lambda **given: mask_of(**given).bool())
     with torch.no_grad():
-        want = pipe(list(PROMPTS), image=image, output_type="np", **asked).images
+        want = pipe(list(PROMPTS), image=image, output_type="np", **asked, **SMALL).images
     assert_near(model.draw(image=image, **asked).pixels, want)
     assert_other(model.draw(image=image, **asked | {"strength": None}).pixels, want)
 
 
-@over(slow=["z-image", "flux2-base"])
+@over(slow=["z-image", "flux2-base", "flux-dev"])
 def test_inpainting(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """For FLUX.2 the image is a reference as well, as there."""
-    image, mask, flux = picture(), half_mask(40 if model.name == "z-image" else 48), model.name == "flux2-base"
+    image, mask, flux = picture(), half_mask(40 if model.name == "z-image" else 48), model.name != "z-image"
     asked = {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 4.0 if flux else 0.0, "image": image}
-    kind = "Flux2KleinInpaintPipeline" if flux else "ZImageInpaintPipeline"
-    pipe = patched(monkeypatch, model, kind, **({"is_distilled": False} if flux else {}))
+    kind = {"flux2-base": "Flux2KleinInpaintPipeline", "flux-dev": "FluxInpaintPipeline"}.get(
+        model.name, "ZImageInpaintPipeline"
+    )
+    pipe = patched(monkeypatch, model, kind, **({"is_distilled": False} if model.name == "flux2-base" else {}))
     with torch.no_grad():
         want = pipe(
             prompt=list(PROMPTS), mask_image=mask, output_type="pt" if flux else "latent", **SMALL, **asked
@@ -700,6 +736,84 @@ def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     assert np.abs(near - start).mean() < np.abs(far - start).mean()
     kept = model.ours("a fox", strength=0.9, mask=mask, **asked).pixels[0]
     np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+@over("flux-dev")
+def test_lora_of_xlabs(model: Model, tmp_path: Path) -> None:
+    """Its layers are those of the attention of double blocks."""
+    named = {"qkv_lora1": "img_attn.qkv", "qkv_lora2": "txt_attn.qkv", "proj_lora1": "img_attn.proj"}
+    factors = model.record.authors(model.record.factors())
+    comfy = {f"double_blocks.0.{name}": factors[f"double_blocks.0.{name}"] for name in named.values()}
+    arrays = {
+        f"double_blocks.0.processor.{ours}.{role}.weight": factors[f"double_blocks.0.{theirs}"][role == "down"]
+        for ours, theirs in named.items() for role in ("up", "down")
+    }  # fmt: skip
+    specs = {"transformer": model.ours.model.networks.denoiser.spec}
+    one, other = (
+        read_adapter(path, specs).parts
+        for path in (
+            write(tmp_path / "x.safetensors", arrays),
+            write_factors(tmp_path / "c.safetensors", "comfy", comfy),
+        )
+    )
+    assert one.keys() == other.keys()
+    assert len(one) == 7
+    for key, part in one.items():
+        weight = np.zeros(dict(flatten(specs["transformer"]))[key[1]].checkpoint_shapes[0], np.float32)
+        np.testing.assert_array_equal(change(weight, part), change(weight, other[key]))
+
+
+# What FLUX.1 has: an image that it edits, and one that it fills.
+
+
+@over("flux-kontext")
+def test_editing_by_kontext(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference gets the size of the list with the nearest proportions, larger or smaller."""
+    sizes = ((48, 96), (96, 48), (64, 80))
+    monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", sizes)
+    theirs = "diffusers.pipelines.flux.pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS"
+    monkeypatch.setattr(theirs, [size[::-1] for size in sizes])
+    asked = {"num_inference_steps": 4, "guidance_scale": 2.0}
+    for image in (picture(165, 215), picture(45, 20, 2.0)):
+        want = model.reference(image=image, **asked)
+        assert_near(model.draw(image=image, **SMALL, **asked).pixels, want)
+        assert_other(model.draw(**asked).pixels, want)
+    request = make_request(model.ours.model, Call("a fox", image=picture(165, 215)))
+    assert (request.height, request.width) == (64, 80)
+
+
+def test_sizes_of_references_of_kontext() -> None:
+    """Those of diffusers, of which a square is one."""
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    assert sorted(REFERENCE_SIZES) == sorted((tall, wide) for wide, tall in PREFERRED_KONTEXT_RESOLUTIONS)
+
+
+@over("flux-fill")
+def test_filling(model: Model) -> None:
+    """The masked image and all pixels of the mask, whose edges are inside of latents."""
+    corner = np.zeros((HEIGHT, WIDTH), np.uint8)
+    corner[19:, 43:] = 255
+    image, mask = picture(), Image.fromarray(corner)
+    asked = {"num_inference_steps": 4, "guidance_scale": 30.0, "image": image}
+    want = model.reference(mask_image=mask, **asked)
+    got = model.draw(mask=mask, **asked)
+    assert_near(np.asarray(model.ours.decode(jnp.asarray(got.latents))), want)
+    assert_other(np.asarray(model.ours.decode(jnp.asarray(model.draw(mask=half_mask(40), **asked).latents))), want, 50)
+    np.testing.assert_allclose(got.pixels[0][:, :40], np.asarray(image)[:, :40] / 255, atol=0.01)
+    pipe = model.loaded()
+    pipe.compile(HEIGHT, WIDTH, 2, progress=False)
+    assert (
+        model.draw(pipe, mask=mask, **asked).compilations == model.draw(pipe, num_inference_steps=2).compilations == 0
+    )
+
+
+@over("chroma")
+def test_padding_of_chroma(model: Model) -> None:
+    """One token of it is read, whatever stands beside the prompt."""
+    alone = model.draw(prompt="a fox", latents=model.noise()[:1], num_inference_steps=2)
+    both = model.draw(num_inference_steps=2)
+    assert_near(alone.pixels[0], both.pixels[0], of="the image beside a longer prompt")
 
 
 # What Krea 2 alone has.

@@ -24,6 +24,7 @@ from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec
 from canvax.models.flux2 import Flux2Config, flux2_spec
 from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec
 from canvax.models.krea2 import Krea2Config, krea2_spec
+from canvax.models.t5 import T5Config, t5_spec
 from canvax.models.tiny import tiny_spec
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
@@ -64,6 +65,7 @@ SPECS: dict[str, Callable[[Fields], Spec]] = {
     "ZImageTransformer2DModel": lambda fields: z_image_spec(ZImageConfig.from_dict(fields)),
     "Flux2Transformer2DModel": lambda fields: flux2_spec(Flux2Config.from_dict(fields)),
     "Krea2Transformer2DModel": lambda fields: krea2_spec(Krea2Config.from_dict(fields)),
+    "T5EncoderModel": lambda fields: t5_spec(T5Config.from_dict(fields)),
     "CLIPTextModel": clip,
     "CLIPTextModelWithProjection": clip,
 }
@@ -94,7 +96,7 @@ def check(state: State, fields: Fields) -> Spec:
         state = unfused(state, spec)
     if kind == "AutoencoderKLQwenImage":
         state = frame_of(state)
-    left = {*UNUSED, "text_model.embeddings.position_ids"}
+    left = {*UNUSED, "text_model.embeddings.position_ids", "encoder.embed_tokens.weight"}
     same_names_and_shapes({name: array for name, array in state.items() if name not in left}, spec)
     return spec
 

@@ -1,4 +1,4 @@
-"""Language models as text encoders against transformers with the same random weights: every layer, float32."""
+"""Language models and T5 as text encoders against transformers with the same random weights: every layer, float32."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import transformers
 
 from canvax.errors import CheckpointError
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm, decoder_lm_spec
+from canvax.models.t5 import T5Config, distance_buckets, t5, t5_spec
 from canvax.params import Params
 
 from .reference import randomise, relative_error
@@ -135,3 +136,52 @@ def test_krea2_puts_padding_in_the_middle() -> None:
     for tap in taps:
         for i, length in enumerate(LENGTHS + 2):
             assert relative_error(got[i, :length, tap - 1], states[tap][i][mask[i]]) <= TOLERANCE
+
+
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 3, "num_heads": 4, "vocab_size": 50}
+
+
+def t5_model(scale: float = 1.0) -> tuple[Any, T5Config, Params]:
+    """T5's encoder in both; ``scale`` is that of the last matrix of each block."""
+    config = transformers.T5Config(**T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    theirs = randomise(transformers.T5EncoderModel(config), 1)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if name.endswith("wo.weight"):
+                weight.mul_(scale)
+            if "relative_attention_bias" in name:
+                weight.mul_(20)
+    cfg = T5Config.from_dict(config.to_dict())
+    state = {name: array for name, array in stored(theirs).items() if name != "encoder.embed_tokens.weight"}
+    return theirs, cfg, params_of(state, t5_spec(cfg))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_t5(masked: bool) -> None:
+    """Of more tokens than the largest distance, with padding read or masked."""
+    theirs, cfg, p = t5_model()
+    ids, lengths = np.random.default_rng(0).integers(2, 50, (2, 300)), np.array([3, 290], np.int32)
+    mask = to_torch((np.arange(300) < lengths[:, None]).astype(np.int64)) if masked else None
+    with torch.no_grad():
+        want = theirs(to_torch(ids), attention_mask=mask)[0].numpy()
+    got = np.asarray(t5(p, jnp.asarray(ids, jnp.int32), cfg, lengths=jnp.asarray(lengths) if masked else None))
+    read = np.arange(300) < (lengths[:, None] if masked else np.full((2, 1), 300))
+    assert relative_error(got[read], want[read]) < TOLERANCE
+    other = np.asarray(t5(p, jnp.asarray(ids[:, ::-1], jnp.int32), cfg))[:, ::-1]
+    assert relative_error(other, want) > 0.1  # places matter
+
+
+def test_distances_of_t5() -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distance = torch.arange(600)[None] - torch.arange(600)[:, None]
+    np.testing.assert_array_equal(distance_buckets(600, T5Config()), T5Attention._relative_position_bucket(distance))
+
+
+def test_t5_in_float16() -> None:
+    """Sums of the feed-forward are beyond its range, as in the largest encoder."""
+    _, cfg, p = t5_model(2e4)
+    ids = jnp.asarray(np.random.default_rng(0).integers(2, 50, (1, 20)), jnp.int32)
+    half = t5(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float16), p), ids, cfg)
+    assert half.dtype == jnp.float16
+    assert relative_error(half, t5(p, ids, cfg)) < 0.02

@@ -40,9 +40,14 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], kind: str = "Q8_0", arch
 
 
 def llama_cpp_names(names: Iterable[str]) -> dict[str, str]:
-    """The names that llama.cpp's converter gives to the arrays of a Qwen3, by names of transformers; without others."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 100)
-    plain = {name: "model." + name.removeprefix("model.").removeprefix("language_model.") for name in names}
+    """Names that llama.cpp's converter gives to arrays of a Qwen3 or a T5, by names of transformers; without others."""
+    names = list(names)
+    if "shared.weight" in names:
+        table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, 100)
+        plain = {name: name for name in names}
+    else:
+        table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 100)
+        plain = {name: "model." + name.removeprefix("model.").removeprefix("language_model.") for name in names}
     found = {name: table.get_name(whole, try_suffixes=(".weight",)) for name, whole in plain.items()}
     return {name: theirs for name, theirs in found.items() if theirs is not None}
 

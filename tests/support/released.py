@@ -79,7 +79,9 @@ def write_folder(folder: Path, released: Mapping[str, Any]) -> Path:
         if not part.startswith("tokenizer") or released["index"][part][0] is None:
             continue
         (folder / part).mkdir()
-        if "Qwen" in released["index"][part][1]:
+        if "T5" in released["index"][part][1]:  # its vocabulary is in the package
+            (folder / part / "spiece.model").write_bytes(b"")
+        elif "Qwen" in released["index"][part][1]:
             (folder / part / "tokenizer.json").write_text(json.dumps(_FEW_WORDS))
             (folder / part / "tokenizer_config.json").write_text('{"pad_token": "?"}')
         else:

@@ -22,7 +22,7 @@ _NETWORKS = ("model", "scheduler", "controlnet", "ip_adapter", "ip_encoder")
 OF_MODEL = tuple(name for name in keys_of("model") if name not in _NETWORKS)
 """Flags of ``canvax.load`` with one text each, besides the name of the model."""
 
-_IN_FOLDER = ("model", "vae", "text_encoder", "lora", "embedding", "controlnet")
+_IN_FOLDER = ("model", "vae", "text_encoder", "text_encoder_2", "lora", "embedding", "controlnet")
 """Flags that take names of the folder of models."""
 
 _ARGUMENTS = {name: field for name, field in offered(Call, "command").items() if name in CALL and name != "prompt"}

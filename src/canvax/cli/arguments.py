@@ -137,8 +137,8 @@ def build_parser() -> Parser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="canvax",
-        description="Images from text in JAX: Stable Diffusion, Z-Image, FLUX.2 klein, FLUX.3 klein, Krea 2 and "
-        "Qwen-Image-2.1.",
+        description="Images from text in JAX: Stable Diffusion, Z-Image, FLUX.1, Chroma, FLUX.2 klein, "
+        "FLUX.3 klein, Krea 2 and Qwen-Image-2.1.",
         epilog=_EXAMPLES,
         formatter_class=plain,
     )
@@ -363,8 +363,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="sd14, sd15, sd21, sdxl, sdxl-refiner, z-image, flux2-klein-4b, flux3-klein, flux3-klein-base, krea-2, "
-        "qwen-image-2.1, emoji, a folder, or a Hub id",
+        help="sd14, sd15, sd21, sdxl, sdxl-refiner, z-image, flux1-dev, flux1-schnell, chroma1, flux2-klein-4b, "
+        "flux3-klein, flux3-klein-base, krea-2, qwen-image-2.1, emoji, a folder, or a Hub id",
     )
     parser.add_argument(
         "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "

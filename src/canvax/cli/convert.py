@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
-        **load_of(arguments).keywords((*LOCATION, "vae", "text_encoder", "tokenizer")),
+        **load_of(arguments).keywords((*LOCATION, "vae", "text_encoder", "text_encoder_2", "tokenizer")),
     )
     report["output"] = str(output)
     if not arguments.json:

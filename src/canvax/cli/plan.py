@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
-PARTS = ("revision", "token", "cache_dir", "local_files_only", "vae", "text_encoder", "tokenizer")
+PARTS = ("revision", "token", "cache_dir", "local_files_only", "vae", "text_encoder", "text_encoder_2", "tokenizer")
 """Arguments of ``canvax.load`` that change what is planned."""
 
 _NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "decode": "decoder"}

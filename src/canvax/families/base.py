@@ -15,7 +15,7 @@ import numpy as np
 from canvax.call import HIRES_STRENGTHS, OptionRecord
 from canvax.errors import CheckpointError, InputError, check_count, check_number, nearest
 from canvax.files import read_json
-from canvax.models.clip import ClipEncoder, clip_configs, clip_encoders
+from canvax.models.clip import ClipEncoder, PooledClip, clip_configs, clip_encoders
 from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
@@ -92,7 +92,9 @@ class SingleFile:
         stems: parts of the names of files of the base model, "" for any, and of the distilled one; None if the arrays
             differ.
         base: fields of the scheduler's config that mark the base model; if empty, ``model_index.json`` marks it.
-        index: further fields of ``model_index.json``, or a function that returns them for the transformer's config.
+        index: further fields of ``model_index.json``, or a function that returns them for the transformer's config and
+            the name of the file without its suffix.
+        schedule: returns further fields of the scheduler's config for the transformer's config.
         unused: prefixes of names of unused arrays.
     """
 
@@ -102,7 +104,8 @@ class SingleFile:
     tokenizer: Path
     stems: tuple[str, str] | None = None
     base: Mapping[str, Any] = field(default_factory=dict)
-    index: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]] = field(default_factory=dict)
+    index: Mapping[str, Any] | Callable[[Mapping[str, Any], str], Mapping[str, Any]] = field(default_factory=dict)
+    schedule: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     unused: tuple[str, ...] = ()
 
     def is_distilled(self, stem: str) -> tuple[bool, str] | None:
@@ -142,6 +145,7 @@ class Family:
         classes: classes of each component that is read, in ``model_index.json``; a model in single files has the first.
         index: fields of ``model_index.json`` that distinguish it from families with the same pipelines.
         defaults: defaults of models without their own.
+        defaults_by_networks: returns the defaults, where networks and schedule determine more than ``is_distilled``.
         distilled: defaults of models that were distilled to few steps; None if they are the same.
         is_distilled: recognises the schedule of a distilled model; None if the networks determine it.
         scheduler: returns the scheduler of a checkpoint, if its config alone does not determine it.
@@ -169,6 +173,7 @@ class Family:
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     index: Mapping[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
+    defaults_by_networks: Callable[[Networks, NoiseSchedule | None], Defaults] | None = None
     distilled: Defaults | None = None
     is_distilled: Callable[[NoiseSchedule], bool] | None = None
     scheduler: Callable[[Mapping[str, Any], ModelFiles], Scheduler] | None = None
@@ -188,6 +193,8 @@ class Family:
         """Return the defaults of a model, from its networks and its schedule."""
         distilled = networks.unguided or (schedule and self.is_distilled and self.is_distilled(schedule))
         defaults = self.distilled if distilled and self.distilled else self.defaults
+        if self.defaults_by_networks:
+            defaults = self.defaults_by_networks(networks, schedule)
         steps = len(schedule.run_times) if schedule else 0
         return replace(defaults, num_inference_steps=steps) if steps else defaults
 
@@ -423,7 +430,7 @@ def read_clip_tokenizer(files: ModelFiles, encoder: TextEncoder) -> ClipTokenize
 
     JAX would silently clamp ids without an embedding.
     """
-    assert isinstance(encoder, ClipEncoder)
+    assert isinstance(encoder, ClipEncoder | PooledClip)
     tokenizer, size = ClipTokenizer.from_folder(files.folder(encoder.tokenizer)), encoder.cfg.vocab_size
     if tokenizer.largest >= size:
         has, embeds = f"{encoder.tokenizer} has the id {tokenizer.largest}", f"{encoder.component} embeds 0..{size - 1}"

@@ -52,6 +52,7 @@ def convert(
     overwrite: bool = False,
     vae: str | Path | None = None,
     text_encoder: str | Path | None = None,
+    text_encoder_2: str | Path | None = None,
     tokenizer: str | Path | None = None,
     **source: Any,
 ) -> Path:
@@ -65,6 +66,7 @@ def convert(
         overwrite: write into a folder that is not empty, or over a file.
         vae: autoencoder that replaces the model's, or that a file lacks, as in ``canvax.load``.
         text_encoder: language model, as ``vae``.
+        text_encoder_2: T5 of FLUX.1, as ``vae``.
         tokenizer: tokenizer of the language model, as ``vae``.
         source: ``revision``, ``variant``, ``token``, ``cache_dir``, ``local_files_only`` and ``progress`` as in
             ``canvax.load``.
@@ -89,7 +91,9 @@ def convert(
     known = ("revision", "variant", "token", "cache_dir", "local_files_only", "progress")
     check_source(source, "model", *known)
     path, origin = named_path("model", model), Location(model, **source)
-    overrides = completed(Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer), origin)
+    overrides = completed(
+        Overrides.of(vae, text_encoder=text_encoder, text_encoder_2=text_encoder_2, tokenizer=tokenizer), origin
+    )
     warn_unused_cache(origin.cache_dir, model, *overrides.parts.values())
     if path.is_file() and _is_pickle(path):
         origin.warn_unused("revision", "variant")

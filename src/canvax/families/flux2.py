@@ -49,7 +49,7 @@ def _parallel(first: str, last: str) -> list[Rule]:
     ]
 
 
-def _norms(external: str, internal: str) -> list[Rule]:
+def attention_norms(external: str, internal: str) -> list[Rule]:
     """Return the rules for normalisations of queries and keys; the authors call the weight scale, ComfyUI weight."""
     pairs = [(f"{external}.norm.{part}_norm", f"{internal}_{part[0]}") for part in ("query", "key")]
     return [Rule(f"{old}{end}", f"{new}{weight}") for old, new in pairs
@@ -64,7 +64,7 @@ def _stream(external: str, mlp: str, projections: tuple[str, ...], out: str, nor
         Rule(f"{external}_mlp.0", (f"{double}.{mlp}.gate", f"{double}.{mlp}.up")),
         Rule(f"{external}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
         Rule(f"{external}_attn.proj", f"{double}.attn.{out}"),
-        *_norms(f"{external}_attn", f"{double}.attn.{norm}"),
+        *attention_norms(f"{external}_attn", f"{double}.attn.{norm}"),
     ]
 
 
@@ -101,7 +101,7 @@ NAMES = (
         "double_blocks.*.txt", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "norm_added"
     ),
     *_parallel("single_blocks.*.linear1", "single_blocks.*.linear2"),
-    *_norms("single_blocks.*", f"{_SINGLE}.attn.norm"),
+    *attention_norms("single_blocks.*", f"{_SINGLE}.attn.norm"),
 )
 """Names of the transformer in diffusers, and in its authors' code and ComfyUI."""
 

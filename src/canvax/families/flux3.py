@@ -135,7 +135,8 @@ def _config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _index(config: Mapping[str, Any]) -> dict[str, Any]:
+def _index(config: Mapping[str, Any], stem: str) -> dict[str, Any]:
+    del stem
     return {"_class_name": _PIPELINES[config["flow_map"]]}
 
 

@@ -9,6 +9,7 @@ from canvax.errors import CheckpointError
 from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES
 from canvax.files import read_json
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
+from canvax.models.t5 import T5Encoder
 from canvax.models.text import TextEncoder
 from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.files import ModelFiles
@@ -61,10 +62,16 @@ SHIFT_BY_SIZE = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1
 """Fields of scheduler configs."""
 
 
-def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str, empty: str = "") -> ChatTokenizer:
-    """Return the tokenizer of a language model, after checking that the model has an embedding for every id."""
-    assert isinstance(encoder, LanguageModel)
-    tokenizer, size = ChatTokenizer.from_folder(files.folder(encoder.tokenizer), template), encoder.cfg.vocab_size
+def read_chat_tokenizer(
+    files: ModelFiles, encoder: TextEncoder, template: str, empty: str = "", folder: Path | None = None
+) -> ChatTokenizer:
+    """Return the tokenizer of a language model, after checking that the model has an embedding for every id.
+
+    ``folder`` is used instead of the model's.
+    """
+    assert isinstance(encoder, LanguageModel | T5Encoder)
+    tokenizer = ChatTokenizer.from_folder(folder or files.folder(encoder.tokenizer), template)
+    size = encoder.cfg.vocab_size
     if tokenizer.largest >= size:
         raise CheckpointError(
             f"{files}: its tokenizer has the id {tokenizer.largest}, the encoder embeds 0..{size - 1}"
@@ -72,10 +79,12 @@ def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str, 
     return replace(tokenizer, empty=empty)
 
 
-def read_padding_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) -> ChatTokenizer:
+def read_padding_tokenizer(
+    files: ModelFiles, encoder: TextEncoder, template: str, folder: Path | None = None
+) -> ChatTokenizer:
     """Return the tokenizer of a model that reads padding, whose padding token must be known."""
-    tokenizer = read_chat_tokenizer(files, encoder, template)
-    path = files.folder(encoder.tokenizer) / "tokenizer_config.json"
+    tokenizer = read_chat_tokenizer(files, encoder, template, folder=folder)
+    path = (folder or files.folder(encoder.tokenizer)) / "tokenizer_config.json"
     pad = read_json(path).get("pad_token") if path.is_file() else None
     word = pad.get("content") if isinstance(pad, dict) else pad
     token = tokenizer.backend.token_to_id(word) if isinstance(word, str) else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.families.known import FAMILIES
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
@@ -19,6 +20,7 @@ from canvax.weights.identify import (
     DAMAGED,
     LANGUAGE_MODEL,
     MODEL,
+    TEXT_ALONE,
     TRANSFORMER,
     UPSCALER,
     FileKind,
@@ -29,8 +31,10 @@ from canvax.weights.identify import (
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
+from canvax.weights.transformer_file import parts_beside
 
-_PARTS: Mapping[str, FileKind] = {"text_encoder": LANGUAGE_MODEL, "vae": AUTOENCODER}
+_KINDS: Mapping[str, tuple[FileKind, ...]] = {"vae": (AUTOENCODER,)}
+_ENCODERS = (LANGUAGE_MODEL, TEXT_ALONE)
 _OF_TRANSFORMERS = ("diffusion_models", "unet")
 """ComfyUI's folders for transformers; the folders of the other parts are next to them."""
 
@@ -81,9 +85,9 @@ def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
         return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
         with suppress(CanvaxError):
-            if _PARTS.keys() <= completed(Overrides(), Location(part.path), near).parts.keys():
+            if completed(Overrides(), Location(part.path), near).parts:
                 return ""
-        return f"the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
+        return f"the transformer of {part.family} alone: put its text encoders and its autoencoder into the folder"
     if part.kind is None:
         cure = ": copy or download it again" if part.kind_name == DAMAGED else ""
         return "" if part.kind_name == "an image" else f"{part.kind_name} {part.family}".rstrip() + cure
@@ -104,13 +108,15 @@ def completed(overrides: Overrides, location: Location, near: Sequence[FileRepor
     Returns:
         The overrides; unchanged for other models and if no file is suitable.
     """
-    missing = [name for name in _PARTS if name not in overrides.parts]
-    path = location.local() if missing else None
+    path = location.local()
     if path is None or not path.is_file() or (part := inspect(path)) is None or part.kind is not TRANSFORMER:
+        return overrides
+    family = next(family for family in FAMILIES if family.title == part.family)
+    if not (missing := [name for name in parts_beside(family) if name not in overrides.parts]):
         return overrides
     near = sorted(_around(path) if near is None else near, key=lambda part: part.path.name)
     names = {path: name for name, path in by_name([part.path for part in near]).items()}
-    choices = [[each.path for each in near if each.kind is _PARTS[name]] for name in missing]
+    choices = [[each.path for each in near if each.kind in _KINDS.get(name, _ENCODERS)] for name in missing]
     for paths in product(*choices):
         parts = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
         reasons = {name: f"{part}, the first file that fits" for name, part in parts.items()}

@@ -97,7 +97,7 @@ def _config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-_VAE = {
+VAE = {
     "_class_name": "AutoencoderKL",
     "latent_channels": 16,
     "block_out_channels": [128, 256, 512, 512],
@@ -129,12 +129,12 @@ Z_IMAGE = Family(
     single_file=SingleFile(
         marks=("cap_pad_token", "noise_refiner."),
         config=_config,
-        configs={FIRST: QWEN3, "vae": _VAE, "scheduler": {**FLOW, "use_dynamic_shifting": False, "shift": 3.0}},
+        configs={FIRST: QWEN3, "vae": VAE, "scheduler": {**FLOW, "use_dynamic_shifting": False, "shift": 3.0}},
         tokenizer=TOKENIZER,
         stems=("base", "turbo"),
         base={"shift": 6.0},
         unused=("norm_final.weight",),
     ),
     unused_options=NO_OPTIONS_OF_SDXL,
-    presets={"z-image": _networks(ZImageConfig(), QWEN3_4B, VaeConfig.from_dict(_VAE))},
+    presets={"z-image": _networks(ZImageConfig(), QWEN3_4B, VaeConfig.from_dict(VAE))},
 )

@@ -51,6 +51,7 @@ KEYS: dict[str, Key] = {
     "prediction_type": Key("model", str),
     "scheduler": Key("model", has_paths=True),
     "text_encoder": Key("model", str, has_paths=True),
+    "text_encoder_2": Key("model", str, has_paths=True),
     "tokenizer": Key("model", str, has_paths=True),
     "controlnet": Key("model", list, has_paths=True),
     "ip_adapter": Key("model", list, has_paths=True),

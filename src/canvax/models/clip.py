@@ -74,13 +74,18 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
     return chosen, x
 
 
-def pooled_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Array:
-    """Return the end-of-text token of the last layer [B, T, D], normalised and projected: [B, P]."""
+def end_of_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Array:
+    """Return the end-of-text token of the last layer [B, T, D], normalised: [B, D]."""
     # Configs from before 2023 say 2, which is not the end of text. In these models it is the largest id of the
     # vocabulary.
     ends = ids if cfg.eos_token_id == 2 else ids == cfg.eos_token_id
     end = jnp.take_along_axis(last, jnp.argmax(ends, axis=1)[:, None, None], axis=1)[:, 0]
-    return linear(p["text_projection"], layer_norm(p["text_model"]["final_layer_norm"], end, eps=cfg.layer_norm_eps))
+    return layer_norm(p["text_model"]["final_layer_norm"], end, eps=cfg.layer_norm_eps)
+
+
+def pooled_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Array:
+    """Return ``end_of_text``, projected: [B, P]."""
+    return linear(p["text_projection"], end_of_text(p, last, ids, cfg))
 
 
 def layer_spec(cfg: ClipTextConfig | ClipVisionConfig) -> Spec:
@@ -196,6 +201,38 @@ class ClipEncoder(TextEncoder):
 
     def lengthened(self, text: HostArray, length: int) -> HostArray:
         return np.tile(text, (1, length // text.shape[1], 1))
+
+
+@dataclass(frozen=True)
+class PooledClip(TextEncoder):
+    """CLIP's text encoder for a model that reads only its end-of-text token; longer prompts are cut, with a warning.
+
+    Attributes:
+        cfg: its config.
+    """
+
+    cfg: ClipTextConfig
+    component = FIRST
+    tokenizer = "tokenizer"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (self.cfg.max_position_embeddings,)
+
+    @property
+    def spec(self) -> Spec:
+        return text_encoder_spec(self.cfg)
+
+    def outputs(self, length: int, dtype: DType) -> Shapes:
+        del length
+        return {"pooled": jax.ShapeDtypeStruct((self.cfg.hidden_size,), dtype)}
+
+    def count(self, tokenizer: Any, text: str, images: Sequence[Any]) -> int:
+        return min(len(tokenizer.ids(text)) + 2, self.lengths[0])
+
+    def encode(self, p: Params, ids: Array) -> Conditions:
+        """Encode prompts: ids [B, T]."""
+        return {"pooled": end_of_text(p, hidden_states(p, ids, self.cfg)[1], ids, self.cfg)}
 
 
 def _inputs(chunks: Sequence[Chunk], words: Sequence[ChunkedWords]) -> dict[str, HostArray]:

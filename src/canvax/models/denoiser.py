@@ -109,7 +109,11 @@ class Facts:
         distilled: it was trained to need no guidance, so the guidance scale has no effect.
         flow_map: it predicts the mean velocity of an Euler step, so other samplers cannot use it.
         inpaints: it also reads a mask and the masked image, as its input ``masked``.
+        folded_mask: that mask has all pixels of a latent as channels, after the masked image; otherwise one pixel,
+            before it.
         edits: it reads ``REFERENCES``.
+        reference_sizes: heights and widths of references, each of which gets the one nearest to its proportions; () if
+            references keep their size.
         whole_reference: maximum pixels of a single reference image that is padded by reflection instead of cropped; 0
             if it is always cropped, as several references are.
         offers: names of the ``Extras`` that it supports.
@@ -122,7 +126,9 @@ class Facts:
     distilled: bool = False
     flow_map: bool = False
     inpaints: bool = False
+    folded_mask: bool = False
     edits: bool = False
+    reference_sizes: tuple[tuple[int, int], ...] = ()
     whole_reference: int = 0
     offers: tuple[str, ...] = ()
     roles: tuple[int, ...] = (NEGATIVE, PROMPT)

@@ -143,19 +143,34 @@ def swiglu(p: Params, x: Array, names: tuple[str, str, str] = ("gate", "up", "do
     return linear(p[down], jax.nn.silu(linear(p[gate], x)) * linear(p[up], x))
 
 
+def gelu_spec(width: int, inner: int, *, last_bias: bool = True) -> Spec:
+    """Declare the two projections of a feed-forward without a gate."""
+    return {
+        "fc1": linear_spec(width, inner, ("embed", "mlp")),
+        "fc2": linear_spec(inner, width, ("mlp", "embed"), bias=last_bias),
+    }
+
+
+def feed_forward(p: Params, x: Array) -> Array:
+    """Apply ``swiglu``, or without a gate ``fc2(gelu(fc1 x))``."""
+    return swiglu(p, x) if "gate" in p else linear(p["fc2"], jax.nn.gelu(linear(p["fc1"], x), approximate=True))
+
+
 def qk_norm_spec(head_dim: int, names: tuple[str, str] = ("norm_q", "norm_k")) -> Spec:
     """Declare the normalisations of queries and keys, over the channels of a head."""
     return {name: rms_norm_spec(head_dim) for name in names}
 
 
-def self_attention_spec(width: int, heads: int, head_dim: int, kv_heads: int | None = None) -> Spec:
-    """Declare attention without biases, with normalised queries and keys."""
+def self_attention_spec(
+    width: int, heads: int, head_dim: int, kv_heads: int | None = None, *, bias: bool = False
+) -> Spec:
+    """Declare attention with normalised queries and keys."""
     queries, keys = Axis("heads", heads), Axis("heads", kv_heads or heads)
     return {
-        "to_q": linear_spec(width, heads * head_dim, ("embed", queries), bias=False),
-        "to_k": linear_spec(width, keys.units * head_dim, ("embed", keys), bias=False),
-        "to_v": linear_spec(width, keys.units * head_dim, ("embed", keys), bias=False),
-        "to_out": {"0": linear_spec(heads * head_dim, width, (queries, "embed"), bias=False)},
+        "to_q": linear_spec(width, heads * head_dim, ("embed", queries), bias=bias),
+        "to_k": linear_spec(width, keys.units * head_dim, ("embed", keys), bias=bias),
+        "to_v": linear_spec(width, keys.units * head_dim, ("embed", keys), bias=bias),
+        "to_out": {"0": linear_spec(heads * head_dim, width, (queries, "embed"), bias=bias)},
         **qk_norm_spec(head_dim),
     }
 
@@ -179,10 +194,14 @@ def queries_keys_values(
 
 
 def attend(q: Array, k: Array, v: Array, rope: Rope | None, lengths: Array | None = None) -> Array:
-    """Apply attention with rotary positions; heads are concatenated: [B, T, N * Dh]."""
+    """Apply attention with rotary positions; heads are concatenated: [B, T, N * Dh].
+
+    ``lengths`` is the number of tokens to attend to [B], or says which ones, bool [B, T].
+    """
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
-    return attention(q, k, v, lengths=lengths).reshape(*q.shape[:2], -1)
+    mask, lengths = (lengths, None) if lengths is not None and lengths.ndim > 1 else (None, lengths)
+    return attention(q, k, v, lengths=lengths, mask=mask).reshape(*q.shape[:2], -1)
 
 
 def self_attention(
@@ -195,21 +214,18 @@ def self_attention(
     return linear(p["to_out"]["0"], y)
 
 
-def double_block_spec(width: int, heads: int, inner: int) -> Spec:
-    """Declare a double-stream block without biases."""
+def double_block_spec(width: int, heads: int, inner: int, *, bias: bool = False) -> Spec:
+    """Declare a double-stream block: with a gated feed-forward and no bias, or without a gate and with biases."""
     head_dim, split = width // heads, Axis("heads", heads)
-    text = {name: linear_spec(width, width, ("embed", split), bias=False) for name in TEXT[:3]}
+    text = {name: linear_spec(width, width, ("embed", split), bias=bias) for name in TEXT[:3]}
     attention = {
-        **self_attention_spec(width, heads, head_dim),
+        **self_attention_spec(width, heads, head_dim, bias=bias),
         **text,
-        "to_add_out": linear_spec(width, width, (split, "embed"), bias=False),
+        "to_add_out": linear_spec(width, width, (split, "embed"), bias=bias),
         **qk_norm_spec(head_dim, ("norm_added_q", "norm_added_k")),
     }
-    return {
-        "attn": rotated(attention, head_dim),
-        "ff": swiglu_spec(width, inner),
-        "ff_context": swiglu_spec(width, inner),
-    }
+    ff = gelu_spec(width, inner) if bias else swiglu_spec(width, inner)
+    return {"attn": rotated(attention, head_dim), "ff": ff, "ff_context": ff}
 
 
 Modulation = tuple[Array, ...]
@@ -242,7 +258,7 @@ def double_block(
         for_image: six chunks of modulation.
         for_text: six chunks of modulation.
         rope: positions of text, then image.
-        lengths: number of text and image tokens to attend to [B]; None for all.
+        lengths: number of text and image tokens to attend to [B], or which ones, bool [B, T]; None for all.
         eps: epsilon of all normalisations.
 
     Returns:
@@ -255,15 +271,18 @@ def double_block(
         y = attend(q, k, v, rope, lengths)
         image = image + for_image[2] * linear(p["attn"]["to_out"]["0"], y[:, text.shape[1] :])
         text = text + for_text[2] * linear(p["attn"]["to_add_out"], y[:, : text.shape[1]])
-        image = image + for_image[5] * swiglu(p["ff"], modulated(layer_norm(image, eps=eps), *for_image[3:5]))
-        text = text + for_text[5] * swiglu(p["ff_context"], modulated(layer_norm(text, eps=eps), *for_text[3:5]))
+        image = image + for_image[5] * feed_forward(p["ff"], modulated(layer_norm(image, eps=eps), *for_image[3:5]))
+        text = text + for_text[5] * feed_forward(p["ff_context"], modulated(layer_norm(text, eps=eps), *for_text[3:5]))
         return image, text
 
 
-def parallel_block_spec(width: int, heads: int, inner: int) -> Spec:
-    """Declare a single-stream block without biases whose attention and feed-forward read the same input."""
-    attention = rotated(self_attention_spec(width, heads, width // heads), width // heads)
-    return {"attn": attention, "ff": swiglu_spec(width, inner)}
+def parallel_block_spec(width: int, heads: int, inner: int, *, bias: bool = False) -> Spec:
+    """Declare a single-stream block whose attention and feed-forward read the same input; ``bias`` as above.
+
+    Both have one bias of the sum, which is that of the attention.
+    """
+    attention = rotated(self_attention_spec(width, heads, width // heads, bias=bias), width // heads)
+    return {"attn": attention, "ff": gelu_spec(width, inner, last_bias=False) if bias else swiglu_spec(width, inner)}
 
 
 @outlined
@@ -274,7 +293,7 @@ def parallel_block(
     with jax.named_scope("parallel_block"):
         shift, scale, gate = modulation
         h = modulated(layer_norm(x, eps=eps), shift, scale)
-        return x + gate * (self_attention(p["attn"], h, rope, lengths, eps=eps) + swiglu(p["ff"], h))
+        return x + gate * (self_attention(p["attn"], h, rope, lengths, eps=eps) + feed_forward(p["ff"], h))
 
 
 SANDWICH_NAMES = ("w1", "w3", "w2")

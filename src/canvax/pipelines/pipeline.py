@@ -585,6 +585,7 @@ def load(
     prediction_type: str | None = None,
     scheduler: Mapping[str, Any] | str | Path | None = None,
     text_encoder: str | Path | None = None,
+    text_encoder_2: str | Path | None = None,
     tokenizer: str | Path | None = None,
     offload: bool = False,
     **more: Unpack[LoadFields],
@@ -620,6 +621,7 @@ def load(
             ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or a file with these.
         text_encoder: a language model instead of the model's, or that of a transformer in one file: a folder of
             transformers, a Hub id, or a safetensors or GGUF file (docs/single-files.md).
+        text_encoder_2: T5 as the second text encoder of FLUX.1, as ``text_encoder``, which then is CLIP.
         tokenizer: its tokenizer: a folder with ``tokenizer.json``, or a Hub id; by default the model's, or the
             one in the folder of ``text_encoder``.
         offload: keep weights in the host's memory, and on the devices only those of the network that runs: text
@@ -645,7 +647,7 @@ def load(
     controls: list[Opened] = []
     opened = open_model(
         model,
-        overrides=(overrides := Overrides.of(vae, prediction_type, scheduler, text_encoder, tokenizer)),
+        overrides=(overrides := Overrides.of(vae, prediction_type, scheduler, text_encoder, tokenizer, text_encoder_2)),
         dtype=dtype,
         quantize=quantize,
         mesh=mesh,

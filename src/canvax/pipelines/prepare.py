@@ -209,9 +209,11 @@ def begin(
     init = request.init_images
     assert init is not None
     if model.networks.inpaints:
-        holes, mask = init.behind_latents(model.vae.factor)
+        folded = model.networks.denoiser.facts.folded_mask
+        holes, mask = init.behind_latents(model.vae.factor, folded=folded)
         latents = encode(holes, 1 + _encodes_first(model, request))
-        masked = np.concatenate([np.broadcast_to(mask, (*latents.shape[:3], 1)), latents], axis=-1)
+        parts = [np.broadcast_to(mask, (*latents.shape[:3], mask.shape[-1])), latents]
+        masked = model.networks.packing.pack(np.concatenate(parts[::-1] if folded else parts, axis=-1))
         images = None if init.from_noise else encode([as_floats(image) for image in init.images], 0)
         return images, None, masked
     images = encode([as_floats(image) for image in init.images], 0)

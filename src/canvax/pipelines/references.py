@@ -58,7 +58,8 @@ def check_references(value: Any, networks: Networks) -> References:
     if not 1 <= count <= MOST:
         raise InputError("image", f"has {count} reference images", cure=f"give 1 to {MOST}")
     images, step, whole = read_images("image", value, count), networks.size_step, _whole(networks, count)
-    fitted = [_padded(image, step, whole) if whole else _fitted(image, step) for image in images]
+    sizes = networks.denoiser.facts.reference_sizes
+    fitted = [_padded(image, step, whole) if whole else _fitted(image, step, sizes) for image in images]
     return References([[image] for image in fitted], [fingerprint(image) for image in images])
 
 
@@ -90,12 +91,15 @@ def reference_sizes(
     if len(sizes) > MOST:
         raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {MOST}")
     read, step, whole = [], networks.size_step, _whole(networks, len(sizes))
+    sizes_read = networks.denoiser.facts.reference_sizes
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError("references", "is not a height and a width in pixels", value=pair)
         tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
         if whole:
             _, (width, height) = _canvas(wide, tall, step, whole)
+        elif sizes_read:
+            height, width = _nearest(wide, tall, sizes_read)
         else:
             width, height = (side - side % step for side in _within(wide, tall))
         if not width or not height:
@@ -141,8 +145,16 @@ def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
     return Image.fromarray(np.pad(np.asarray(image), margins, mode=mode))
 
 
-def _fitted(image: Image.Image, step: int) -> Image.Image:
-    """Resize an image to at most ``MOST_PIXELS``, and cut its edges to multiples of ``step``."""
+def _nearest(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the height and width of ``sizes`` with the proportions nearest to an image's; of two the narrower."""
+    return min(sizes, key=lambda size: (abs(width / height - size[1] / size[0]), size[1]))
+
+
+def _fitted(image: Image.Image, step: int, sizes: Sequence[tuple[int, int]] = ()) -> Image.Image:
+    """Resize an image to at most ``MOST_PIXELS`` and cut its edges to multiples of ``step``, or to one of ``sizes``."""
+    if sizes:
+        height, width = _nearest(*image.size, sizes)
+        return image.resize((width, height), Image.Resampling.LANCZOS)
     size = _within(*image.size)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     width, height = (side - side % step for side in image.size)

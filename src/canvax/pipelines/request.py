@@ -30,6 +30,7 @@ from canvax.images.masks import (
     rounded,
 )
 from canvax.models.clip import most_skipped
+from canvax.models.dit import pack
 from canvax.pipelines.checks import (
     FITS_ALL,
     SIZE_STEP,
@@ -430,17 +431,19 @@ class InitImages:
         masks = np.stack([_shrunk(mask, factor, hard=hard) for mask in self.masks])
         return np.broadcast_to(masks, (count, *masks.shape[1:]))
 
-    def behind_latents(self, factor: int) -> tuple[list[HostArray], HostArray]:
-        """Return the input of an inpainting network: images with grey holes, and masks [n, h, w, 1], 1 in the holes.
+    def behind_latents(self, factor: int, *, folded: bool) -> tuple[list[HostArray], HostArray]:
+        """Return the input of an inpainting network: images with grey holes, and masks [n, h, w, C], 1 in the holes.
 
-        Both are as in the training of Stable Diffusion's inpainting models: every ``factor``-th pixel of a mask of 0
-        and 1.
+        Both are as in the training of inpainting models: every ``factor``-th pixel of a mask of 0 and 1, or with
+        ``folded`` all pixels of a latent as channels.
         """
         white = [Image.new("L", self.images[0].size, 255)]
         holes = [np.asarray(mask, np.float32)[..., None] >= 127.5 for mask in self.masks or white]
         count = max(len(holes), len(self.images))
         images = [np.where(entry(holes, i), np.float32(0.5), as_floats(entry(self.images, i))) for i in range(count)]
-        return images, np.stack([hole[::factor, ::factor] for hole in holes]).astype(np.float32)
+        masks = np.stack(holes).astype(np.float32)
+        masks = pack(masks, factor, channels_first=True) if folded else masks[:, ::factor, ::factor]
+        return images, masks
 
     def pasted(self, pixels: HostArray, indices: list[int]) -> HostArray:
         """Paste generated pixels [n, H, W, C] of some images of the call into the source images."""

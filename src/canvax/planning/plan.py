@@ -240,6 +240,7 @@ def plan(
     announce: Announce | None = None,
     vae: str | Path | None = None,
     text_encoder: str | Path | None = None,
+    text_encoder_2: str | Path | None = None,
     tokenizer: str | Path | None = None,
     **source: Any,
 ) -> Plan:
@@ -250,8 +251,9 @@ def plan(
     program is not compiled again.
 
     Args:
-        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "z-image", "flux2-klein-4b", "flux3-klein",
-            "flux3-klein-base", "krea-2", "qwen-image-2.1", "emoji", a folder, or a Hub id (no weights are downloaded).
+        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "z-image", "flux1-dev", "flux1-schnell", "chroma1",
+            "flux2-klein-4b", "flux3-klein", "flux3-klein-base", "krea-2", "qwen-image-2.1", "emoji", a folder, or a
+            Hub id (no weights are downloaded).
         target: a TPU with its chips along each axis, e.g. "tpu-v5e:2x2" (v2, v3, v4, v5e, v5p, v6e), or a GPU of
             ``canvax.planning.targets.GPUS`` with a number, e.g. "gpu-h100:8".
         batch: images at once on all devices together; by default one per device.
@@ -269,6 +271,7 @@ def plan(
         announce: called at the begin and end of each compilation.
         vae: as in ``canvax.load``; a Hub id is downloaded completely.
         text_encoder: as ``vae``.
+        text_encoder_2: as ``vae``.
         tokenizer: as ``vae``.
         source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in ``canvax.load``.
 
@@ -291,7 +294,7 @@ def plan(
         check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
-    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
+    overrides = Overrides.of(vae, text_encoder=text_encoder, text_encoder_2=text_encoder_2, tokenizer=tokenizer)
     networks, family, usual = _open(model, overrides, **source)
     if steps is None:
         steps = usual.num_inference_steps

@@ -108,7 +108,7 @@ def publicly(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return metadata of an image without the folders of local files; networks have the names of ``public_names``."""
     metadata = written(metadata)
     changed: dict[str, Any] = {}
-    for name in ("controlnet", "ip_adapter", "vae", "text_encoder", "tokenizer"):
+    for name in ("controlnet", "ip_adapter", "vae", "text_encoder", "text_encoder_2", "tokenizer"):
         if name in metadata:
             sources = metadata[name]
             changed[name] = public_names([sources])[0] if isinstance(sources, str) else public_names(sources)

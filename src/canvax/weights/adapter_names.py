@@ -8,10 +8,12 @@ flattened, under each of their names, and looked up.
     PEFT        unet.<name>.lora_A.weight, text_encoder.<name>; base_model.model.<name>, or no prefix
     diffusers   unet.<name>.attn1.processor.to_q_lora.down.weight (2023), unet.<name>.lora.down.weight
     LyCORIS     as kohya, and lycoris_<name>
+    XLabs       double_blocks.0.processor.qkv_lora1.down.weight, of FLUX.1: 1 for the image, 2 for the text
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -29,7 +31,15 @@ _DENOISER = (
 )
 _TEXT = {
     FIRST: ("lora_te1_", "text_encoder_", "te1_", "clip_l_transformer_", "text_encoders_clip_l_transformer_"),
-    SECOND: ("lora_te2_", "text_encoder_2_", "te2_", "clip_g_transformer_", "text_encoders_clip_g_transformer_"),
+    SECOND: (
+        "lora_te2_",
+        "text_encoder_2_",
+        "te2_",
+        "clip_g_transformer_",
+        "text_encoders_clip_g_transformer_",
+        "lora_te3_",
+        "text_encoders_t5xxl_transformer_",
+    ),
 }
 _TEXT_ALONE = ("lora_te_", "te_", "base_model_model_text_encoder_", "base_model_model_", "")
 """Prefixes for a single text encoder, in addition to those of the first."""
@@ -76,6 +86,8 @@ _UNKNOWN: dict[str, str] = {
     ".bias": "a bias that is no change",
 }
 """Suffixes of algorithms that canvax does not support."""
+
+_XLABS = re.compile(r"(.+\.processor\.(?:qkv|proj)_lora[12])\.(down|up)\.weight")
 
 _LONGEST_FIRST = sorted({**_SUFFIXES, **_UNKNOWN}, key=len, reverse=True)
 
@@ -124,6 +136,8 @@ class Split(NamedTuple):
 
 def split_name(name: str) -> Split | None:
     """Return the parts of an array's name; None if its suffix is unknown."""
+    if xlabs := _XLABS.fullmatch(name):
+        return Split(xlabs[1], xlabs[2])
     for suffix in _LONGEST_FIRST:
         if name.endswith(suffix) and len(name) > len(suffix):
             return Split(name.removesuffix(suffix), _SUFFIXES.get(suffix, ""), _UNKNOWN.get(suffix, ""))
@@ -153,12 +167,14 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
     table: dict[str, Stack] = {}
     for component, spec in specs.items():
         names = modules(spec)
+        has = set(names)
         original = _TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
         is_single = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
         prefixes = (*_TEXT[component], *(_TEXT_ALONE if is_single else ())) if component in _TEXT else _DENOISER
         for name in names:
             known = _text_names(name) if component in _TEXT else _denoiser_names(name)
             others = [] if component in _TEXT else original.external(name)
+            others = [other for other in others if has.issuperset(other[1])]  # other families have other stacks
             for spelled, parts, rule in (*((known_name, (name,), None) for known_name in known), *others):
                 swapped = rule is not None and rule.change == "swapped halves"
                 stack = Stack(tuple(Module(component, part) for part in parts), rule.axis if rule else 0, swapped)

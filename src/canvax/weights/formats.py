@@ -190,6 +190,26 @@ LLAMA_CPP = Names(
 """Rules for a language model of llama.cpp, which reorders the queries and keys of a Llama, but not of a Qwen."""
 
 
+T5_CPP = Names(
+    [
+        Rule("token_embd", "shared"),
+        Rule("enc.output_norm", "encoder.final_layer_norm"),
+        *(
+            Rule(f"enc.blk.*.{external}", f"encoder.block.*.layer.{internal}")
+            for external, internal in (
+                *((f"attn_{part}", f"0.SelfAttention.{part}") for part in "qkvo"),
+                ("attn_rel_b", "0.SelfAttention.relative_attention_bias"),
+                ("attn_norm", "0.layer_norm"),
+                ("ffn_norm", "1.layer_norm"),
+                *((f"ffn_{external}", f"1.DenseReluDense.{internal}")
+                  for external, internal in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))),
+            )
+        ),
+    ]
+)  # fmt: skip
+"""Rules for T5's encoder of llama.cpp."""
+
+
 TAESD = Names(
     [
         Rule("encoder.*", "encoder.layers.*"),

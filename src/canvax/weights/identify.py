@@ -24,7 +24,11 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
 _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "conv1.", "conv2.", "bn.", VAE)
-_LANGUAGE_MODEL = re.compile(r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|blk\.0\.attn_q)\.weight")
+_LANGUAGE_MODEL = re.compile(
+    r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|(enc\.)?blk\.0\.attn_q|"
+    r"encoder\.block\.0\.layer\.0\.SelfAttention\.q)\.weight"
+)
+_CLIP = re.compile(r"(text_model\.)?encoder\.layers\.0\.self_attn\.q_proj\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
 """Suffixes that browsers and downloaders give to incomplete files."""
@@ -107,7 +111,10 @@ EMBEDDING = FileKind(
 )  # fmt: skip
 AUTOENCODER = FileKind("an autoencoder", "pass it to vae (--vae)", "--vae", _all(*_OF_A_VAE))
 UNET_ALONE = FileKind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
-TEXT_ALONE = FileKind("a text encoder alone", _WHOLE, "", _all("text_model."))
+TEXT_ALONE = FileKind(
+    "a text encoder alone", f"pass it to text_encoder (--text-encoder) with FLUX.1, else {_WHOLE}", "--text-encoder",
+    lambda shapes: _all("text_model.")(shapes) or any(map(_CLIP.fullmatch, shapes)),
+)  # fmt: skip
 LANGUAGE_MODEL = FileKind(
     "a language model", "pass it to text_encoder (--text-encoder)", "--text-encoder",
     lambda shapes: any(map(_LANGUAGE_MODEL.fullmatch, shapes)),
@@ -118,8 +125,8 @@ TRANSFORMER = FileKind(
 )  # fmt: skip
 MODEL = FileKind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
 KINDS = (
-    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE),
-    *(LANGUAGE_MODEL, TRANSFORMER, MODEL),
+    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, LANGUAGE_MODEL, AUTOENCODER, UNET_ALONE),
+    *(TEXT_ALONE, TRANSFORMER, MODEL),
 )  # fmt: skip
 """All kinds; the first that matches is the kind of a file."""
 

@@ -3,19 +3,23 @@
 ComfyUI, transformers    model.layers.0.self_attn.q_proj.weight, with or without lm_head.weight
 Qwen3Model               layers.0.self_attn.q_proj.weight
 Qwen3VLModel             language_model.layers.0.self_attn.q_proj.weight, with visual.*; prefixed model. with a head
-llama.cpp                blk.0.attn_q.weight, in a GGUF file
+llama.cpp                blk.0.attn_q.weight, in a GGUF file; T5 enc.blk.0.attn_q.weight
+T5EncoderModel           encoder.block.0.layer.0.SelfAttention.q.weight
+CLIPTextModel            text_model.encoder.layers.0.self_attn.q_proj.weight
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
+from canvax.weights.entries import Entry
 from canvax.weights.files import NetworkFiles, open_weights
-from canvax.weights.formats import LLAMA_CPP, whole_name
-from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
-from canvax.weights.layouts import LAYER
+from canvax.weights.formats import LLAMA_CPP, T5_CPP, numbered, whole_name
+from canvax.weights.identify import LANGUAGE_MODEL, TEXT_ALONE, FileKind, Shapes, expect
+from canvax.weights.layouts import EMBEDDED, LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
 
@@ -35,23 +39,27 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
     refuse_pickle(name)
     path = location.local()
     if path is not None and path.is_file():
-        arrays = LLAMA_CPP.to_internal(open_weights(path))
+        usual_kind = LLAMA_CPP.to_internal, LANGUAGE_MODEL, language_model_config
+        named, wanted, config_of = _KINDS.get(str(usual["model_type"]), usual_kind)
+        arrays = named(open_weights(path, plain_names=False))
         shapes = {array.name: array.shape for array in arrays}
-        expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
+        expect(f"{location.argument}={name!r}", shapes, wanted)
         try:
-            config = language_model_config(shapes)
+            config = config_of(shapes)
             if "text_config" in usual:
                 config = {"text_config": {**usual["text_config"], **config}}
             return NetworkFiles(name, arrays, {**usual, **config}, path)
         except (KeyError, IndexError) as error:
-            raise CheckpointError(f"text_encoder={name!r}: is not a whole language model, it lacks {error}") from None
+            raise CheckpointError(
+                f"{location.argument}={name!r}: is not a whole language model, it lacks {error}"
+            ) from None
 
     def accept(config: Mapping[str, Any]) -> None:
         if (kind := config.get("model_type")) != usual["model_type"]:
             wanted = usual["model_type"]
-            raise CheckpointError(f"text_encoder={name!r}: its model_type is {str(kind)[:80]!r}, not {wanted!r}")
+            raise CheckpointError(f"{location.argument}={name!r}: its model_type is {str(kind)[:80]!r}, not {wanted!r}")
 
-    return open_part(location, "text_encoder", accept, "transformers")
+    return open_part(location, location.argument, accept, "transformers")
 
 
 def language_model_config(shapes: Shapes) -> dict[str, Any]:
@@ -70,3 +78,50 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
         "head_dim": head,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
+
+
+def t5_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the fields of T5's config that shapes determine."""
+    vocabulary, width = shapes[EMBEDDED if EMBEDDED in shapes else "shared.weight"]
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    buckets, heads = shapes[f"{attention}.relative_attention_bias.weight"]
+    return {
+        "vocab_size": vocabulary,
+        "d_model": width,
+        "d_kv": shapes[f"{attention}.q.weight"][0] // heads,
+        "d_ff": shapes["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"][0],
+        "num_layers": numbered(shapes, r"encoder\.block\.(\d+)\."),
+        "num_heads": heads,
+        "relative_attention_num_buckets": buckets,
+    }
+
+
+def clip_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the config of CLIP's text encoder of Stable Diffusion 1.x and FLUX.1, with sizes from shapes."""
+    vocabulary, width = shapes["text_model.embeddings.token_embedding.weight"]
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": shapes["text_model.encoder.layers.0.mlp.fc1.weight"][0],
+        "num_hidden_layers": numbered(shapes, r"text_model\.encoder\.layers\.(\d+)\."),
+        "num_attention_heads": max(1, width // 64),
+        "max_position_embeddings": shapes["text_model.embeddings.position_embedding.weight"][0],
+        "hidden_act": "quick_gelu",
+        "eos_token_id": 2,
+    }
+
+
+def _whole_clip(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the arrays under names with ``text_model.``, which transformers omits since version 5."""
+    inside = ("embeddings.", "encoder.", "final_layer_norm.")
+    return [
+        replace(entry, name=f"text_model.{entry.name}" if entry.name.startswith(inside) else entry.name)
+        for entry in entries
+    ]
+
+
+_KINDS: dict[str, tuple[Callable[[Sequence[Entry]], list[Entry]], FileKind, Callable[[Shapes], dict[str, Any]]]] = {
+    "t5": (T5_CPP.to_internal, LANGUAGE_MODEL, t5_config),
+    "clip_text_model": (_whole_clip, TEXT_ALONE, clip_config),
+}
+"""Renaming, kind of file, and config from shapes, by ``model_type``."""

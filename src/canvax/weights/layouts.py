@@ -18,17 +18,25 @@ from typing import Any
 
 import numpy as np
 
+from canvax.models.clip import PooledClip
 from canvax.models.configs import VaeConfig
 from canvax.models.decoder_lm import LanguageModel
 from canvax.models.flux2_vae import UNUSED as COUNTS
 from canvax.models.flux2_vae import Flux2Autoencoder
 from canvax.models.networks import Networks
+from canvax.models.t5 import T5Encoder
 from canvax.models.wan_vae import FrameAutoencoder
 from canvax.weights.entries import Entry
 from canvax.weights.formats import vae_rules, whole_name
 from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.wan_vae import of_one_frame, of_videos
+
+EMBEDDED = "encoder.embed_tokens.weight"
+"""Another name of T5's embedding."""
+
+UNUSED = ("text_projection.weight", "logit_scale")
+"""Arrays in files of CLIP's text encoder that FLUX.1 does not use."""
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """Index of the layer in an array's name in a language model."""
@@ -54,6 +62,12 @@ def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entri
         return Names(vae_rules([entry.name for entry in entries])).to_internal(entries)
     if isinstance(network, LanguageModel):
         return _layers_read(network, entries)
+    if isinstance(network, T5Encoder):  # some files have the embedding under two names, some the decoder
+        entries = [entry for entry in entries if not entry.name.startswith(("decoder.", "lm_head."))]
+        named = {"shared.weight" if entry.name == EMBEDDED else entry.name: entry for entry in entries}
+        return [replace(entry, name=name) for name, entry in named.items()]
+    if isinstance(network, PooledClip):
+        return [entry for entry in entries if entry.name not in UNUSED]
     return entries
 
 

@@ -31,7 +31,7 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+))?", re.
 _INSIDE = {
     "model": "",
     "controlnet": "",
-    **dict.fromkeys(("vae", "image_encoder", "text_encoder", "tokenizer"), r"[\w.\-/]+"),
+    **dict.fromkeys(("vae", "image_encoder", "text_encoder", "text_encoder_2", "tokenizer"), r"[\w.\-/]+"),
 }
 """Meaning of the path after a Hub id, by argument; by default a file's name."""
 

@@ -49,6 +49,8 @@ EMBEDDING_FILES = (("learned_embeds.safetensors", "learned_embeds_2.safetensors"
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
+_TOKENIZERS = ("tokenizer_2", "tokenizer", "processor")
+"""Folders of a language model's tokenizer in a model; the first of two is CLIP's."""
 _PEFT = "adapter_config.json"
 """PEFT's config next to ``adapter_model.safetensors``."""
 
@@ -263,7 +265,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
     path = location.local()
     if path is not None:
         folder = path.parent if path.is_file() else path
-        for directory in (folder, folder / "tokenizer", folder / "processor"):
+        for directory in (folder, *(folder / name for name in _TOKENIZERS)):
             if (directory / _TOKENIZER).is_file():
                 return directory
         if otherwise is not None:
@@ -271,7 +273,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
         cure = "name the folder of the tokenizer, or a Hub id"
         raise InputError(location.argument, f"has no {_TOKENIZER}", cure=cure, value=location.text)
     location, inside = location.on_hub()
-    folders = [f"{inside}/"] if inside else ["tokenizer/", "processor/", ""]
+    folders = [f"{inside}/"] if inside else [*(f"{name}/" for name in _TOKENIZERS), ""]
     commit = find_commit(location, *(folder + _TOKENIZER for folder in folders))
     if (names := commit.names) is not None:
         folder = next((place for place in folders if place + _TOKENIZER in names), None)

@@ -20,6 +20,7 @@ from typing import Any
 from canvax.errors import CheckpointError, InputError, nearest, warn
 from canvax.families.known import AUTOENCODERS, family_of
 from canvax.files import named_path, read_json
+from canvax.models.text import FIRST, SECOND
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import is_tokenizer
@@ -45,7 +46,8 @@ class Overrides:
     Attributes:
         vae: location of another autoencoder; None for the model's.
         text_encoder: location of another language model; None for the model's.
-        tokenizer: location of its tokenizer; None for the model's, or the one next to ``text_encoder``.
+        text_encoder_2: location of another second text encoder; None for the model's.
+        tokenizer: location of the tokenizer of the last text encoder; None for the model's, or the one next to it.
         prediction: prediction type of the UNet; None for the model's.
         scheduler: fields of ``scheduler_config.json`` that replace the model's.
         reasons: reasons for parts that were chosen automatically, by argument.
@@ -53,6 +55,7 @@ class Overrides:
 
     vae: str | None = None
     text_encoder: str | None = None
+    text_encoder_2: str | None = None
     tokenizer: str | None = None
     prediction: str | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
@@ -66,13 +69,14 @@ class Overrides:
         scheduler: Any = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
+        text_encoder_2: Any = None,
     ) -> Overrides:
         """Check the arguments of ``canvax.load`` as far as possible without the model.
 
         Raises:
             InputError, CheckpointError: names the argument.
         """
-        given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+        given = {"vae": vae, FIRST: text_encoder, SECOND: text_encoder_2, "tokenizer": tokenizer}
         parts: dict[str, Any] = {}
         for name, part in given.items():
             if part is not None:
@@ -92,7 +96,7 @@ class Overrides:
     @property
     def parts(self) -> dict[str, str]:
         """Locations of the replaced parts, by argument."""
-        parts = {"vae": self.vae, "text_encoder": self.text_encoder, "tokenizer": self.tokenizer}
+        parts = {"vae": self.vae, FIRST: self.text_encoder, SECOND: self.text_encoder_2, "tokenizer": self.tokenizer}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
@@ -119,19 +123,20 @@ class Overrides:
             opened["vae"] = vae = open_vae(where["vae"], configs.get("vae", {}))
             components["vae"] = str(vae.config["_class_name"]).removeprefix("Flax")
         for name in where.keys() - {"vae"}:
-            if single is None:
-                problem = f"does not go with {files.name}, whose text encoder is no language model"
+            if single is None or (name == SECOND and SECOND not in family.classes):
+                problem = f"does not go with {files.name}, which has no such language model"
                 raise InputError(name, problem, cure="leave it out", value=self.parts[name])
-        if "text_encoder" in where:
-            opened["text_encoder"] = open_language_model(where["text_encoder"], configs["text_encoder"])
+        for name in where.keys() & {FIRST, SECOND}:
+            opened[name] = open_language_model(where[name], configs[name])
         configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
-        if (tokenizer := self._tokenizer(where, files)) is not None:
+        *_, last = ["", *filter(is_tokenizer, family.classes)]
+        encoder = SECOND if SECOND in family.classes else FIRST
+        if (tokenizer := self._tokenizer(where, last, encoder, files)) is not None:
             assert single is not None  # otherwise it was refused
             folder = find_tokenizer(tokenizer, otherwise=single.tokenizer if self.tokenizer is None else None)
-            name = next(filter(is_tokenizer, family.classes))
-            components.setdefault(name, family.classes[name][0])
-            folders = lambda part: folder if is_tokenizer(part) else files.folders(part)  # noqa: E731
+            components.setdefault(last, family.classes[last][0])
+            folders = lambda part: folder if part == last else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
         if self.prediction is not None:
             configs["scheduler"]["prediction_type"] = self.prediction
@@ -155,11 +160,13 @@ class Overrides:
             overrides=arguments,
         )
 
-    def _tokenizer(self, where: Mapping[str, Location], files: ModelFiles) -> Location | None:
-        """Return the location of the tokenizer, by default next to its text encoder. None for the model's."""
-        if "tokenizer" in where or "text_encoder" not in where or any(map(is_tokenizer, files.components)):
+    def _tokenizer(
+        self, where: Mapping[str, Location], name: str, encoder_name: str, files: ModelFiles
+    ) -> Location | None:
+        """Return the location of a tokenizer, by default next to its text encoder. None for the model's."""
+        if "tokenizer" in where or encoder_name not in where or name in files.components:
             return where.get("tokenizer")
-        encoder = where["text_encoder"]
+        encoder = where[encoder_name]
         return replace(encoder if encoder.local() else encoder.on_hub()[0], argument="tokenizer")
 
 

@@ -130,7 +130,8 @@ def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
 
 
 def _stacked(name: str, rule: Rule | None, parts: Sequence[ArrayToSave]) -> ArrayToSave:
-    first, change, axis = parts[0], rule.change if rule else "", rule.axis if rule else 0
+    first, change = parts[0], rule.change if rule else ""
+    axis = rule.axis if rule and len(first.shape) > 1 else 0  # a bias is one part
     total = sum(part.shape[axis] for part in parts) if first.shape else 0
     shape = (*first.shape[:axis], total, *first.shape[axis + 1 :]) if len(parts) > 1 else first.shape
     if change == "transposed":

@@ -1,5 +1,6 @@
 """A transformer in a separate file, as in ComfyUI; text encoder and autoencoder are further files.
 
+    FLUX.1     [model.diffusion_model.]double_blocks.0.img_mod.lin.weight
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
     Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
@@ -17,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError
+from canvax.families.base import Family
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.folder import is_tokenizer, library_of
 from canvax.weights.identify import UNET, transformer_family
 from canvax.weights.rules import Names
+from canvax.weights.single_file import CLIP
 
-PARTS = ("text_encoder", "vae")
-"""Arguments of ``canvax.load`` for the parts that such a file does not contain."""
+
+def parts_beside(family: Family) -> tuple[str, ...]:
+    """Return the arguments of ``canvax.load`` for the parts that are not in a transformer's file."""
+    return (*(part for part in family.classes if part.startswith("text_encoder")), "vae")
 
 
 def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) -> ModelFiles | None:
@@ -43,7 +48,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     family = transformer_family({entry.name for entry in entries})
     if family is None or (layout := family.single_file) is None:
         return None
-    if missing := [f"{{{part}=FILE}}" for part in PARTS if part not in given]:
+    if missing := [f"{{{part}=FILE}}" for part in parts_beside(family) if part not in given]:
         raise InputError(
             "model", f"is the transformer of {family.title} alone", cure=f"add {' and '.join(missing)}", value=name
         )
@@ -63,8 +68,10 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     classes = {part: kinds[0] for part, kinds in family.classes.items() if kinds}
     classes["scheduler"] = configs["scheduler"]["_class_name"]
     components = {part: [library_of(part), kind] for part, kind in classes.items()}
+    configs["scheduler"] = {**configs["scheduler"], **(layout.schedule(config) if layout.schedule else {})}
+    packaged = [part for part, kind in classes.items() if kind == "CLIPTokenizer"]
     reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
-    index = dict(layout.index(config) if callable(layout.index) else layout.index)
+    index = dict(layout.index(config, path.stem) if callable(layout.index) else layout.index)
     if (by_name := layout.is_distilled(path.stem)) is not None:
         is_distilled, why = by_name
         if layout.base:  # the schedule of a checkpoint determines it
@@ -79,9 +86,9 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         name,
         path,
         {"_class_name": family.pipelines[0], **index, **components},
-        {part: kind for part, kind in classes.items() if not is_tokenizer(part)},
+        {part: kind for part, kind in classes.items() if part in packaged or not is_tokenizer(part)},
         configs,
         read,
-        path.joinpath,
+        lambda part: (CLIP if part in packaged else path) / part,
         reasons=reasons,
     )
