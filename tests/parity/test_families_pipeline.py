@@ -80,8 +80,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model that a test asks for by ``over``; else FLUX.2 klein."""
     made = models(getattr(request, "param", "flux2"))
-    if made.record.title == "FLUX.2":  # less padding of references, which takes time
+    if made.record.title in ("FLUX.2", "Qwen-Image"):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+    monkeypatch.setattr("canvax.models.qwen_image.REFERENCE_PIXELS", 128 * 128)
     return made
 
 
@@ -469,14 +470,17 @@ def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("references", [ONE, TWO], ids=["one", "two"])
-@over("flux2", "flux3")
+@over("flux2", "flux3", "qwen")
 def test_editing(model: Model, references: list[Any]) -> None:
     """References of sizes that are no multiples, of an image of another size."""
+    asked: dict[str, Any] = {"num_inference_steps": 4, **model.small}
     want = model.reference(num_inference_steps=4, image=references)
-    assert_near(model.draw(image=references, **SMALL, num_inference_steps=4).pixels, want)
-    assert_other(model.draw(num_inference_steps=4).pixels, want)
-    if model.name == "flux2" and len(references) > 1:
-        assert_other(model.draw(image=references[::-1], **SMALL, num_inference_steps=4).pixels, want, 50)
+    assert_near(model.draw(image=references, **asked).pixels, want)
+    assert_other(model.draw(**asked).pixels, want)
+    if model.name != "flux3" and len(references) > 1:
+        assert_other(model.draw(image=references[::-1], **asked).pixels, want, 50)
+    if model.name == "qwen":
+        assert_other(model.draw(image=references, prompt=[*model.record.prompts[::-1]], **asked).pixels, want)
 
 
 @over(slow=["flux2-base", "flux3-base"])

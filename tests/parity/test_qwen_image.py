@@ -75,7 +75,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 
 
 @pytest.fixture
-def model(models: Callable[[str], Model]) -> Model:
+def model(models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+    monkeypatch.setattr("canvax.models.qwen_image.REFERENCE_PIXELS", 128 * 128)
     return models("qwen")
 
 

@@ -112,6 +112,8 @@ class Facts:
         edits: it reads ``REFERENCES``.
         whole_reference: maximum pixels of a single reference image that is padded by reflection instead of cropped; 0
             if it is always cropped, as several references are.
+        reference_pixels: pixels that every reference is scaled to, with sides of an even number of tokens; 0 if only
+            large ones are made smaller.
         offers: names of the ``Extras`` that it supports.
         roles: those that it knows; it need not tell the prompt from the negative one.
     """
@@ -124,6 +126,7 @@ class Facts:
     inpaints: bool = False
     edits: bool = False
     whole_reference: int = 0
+    reference_pixels: int = 0
     offers: tuple[str, ...] = ()
     roles: tuple[int, ...] = (NEGATIVE, PROMPT)
 

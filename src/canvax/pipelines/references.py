@@ -12,6 +12,7 @@ from PIL import Image
 
 from canvax.call import MAX_SIDE
 from canvax.errors import InputError, check_count
+from canvax.images.convert import on_white
 from canvax.images.inputs import fingerprint, read_images
 from canvax.models.networks import Networks
 
@@ -30,7 +31,8 @@ class References:
     """The reference images of a call.
 
     Attributes:
-        images: RGB. Of each reference one for all images of the call, or one for each, of the same size.
+        images: with the channels that the autoencoder reads. Of each reference one for all images of the call, or one
+            for each, of the same size.
         fingerprints: of those that the call gives, as they were given, for metadata.
     """
 
@@ -57,9 +59,15 @@ def check_references(value: Any, networks: Networks) -> References:
     count = len(value) if several else 1
     if not 1 <= count <= MOST:
         raise InputError("image", f"has {count} reference images", cure=f"give 1 to {MOST}")
-    images, step, whole = read_images("image", value, count), networks.size_step, _whole(networks, count)
-    fitted = [_padded(image, step, whole) if whole else _fitted(image, step) for image in images]
-    return References([[image] for image in fitted], [fingerprint(image) for image in images])
+    images = read_images("image", value, count, alpha=networks.image_mode == "RGBA")
+    fitted = [_fitted(image, networks, count) for image in images]
+    return References([[image] for image in fitted], [fingerprint(on_white(image)) for image in images])
+
+
+def masked_reference(images: list[Image.Image], networks: Networks) -> References:
+    """The image of each image of a call, inside whose mask it is drawn, as its reference."""
+    scaled = networks.denoiser.facts.reference_pixels
+    return References([[_fitted(image, networks, 1) for image in images] if scaled else images])
 
 
 def check_editing(networks: Networks, name: str) -> None:
@@ -90,11 +98,14 @@ def reference_sizes(
     if len(sizes) > MOST:
         raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {MOST}")
     read, step, whole = [], networks.size_step, _whole(networks, len(sizes))
+    area = networks.denoiser.facts.reference_pixels
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError("references", "is not a height and a width in pixels", value=pair)
         tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
-        if whole:
+        if area:
+            width, height = _scaled(wide, tall, step, area)
+        elif whole:
             _, (width, height) = _canvas(wide, tall, step, whole)
         else:
             width, height = (side - side % step for side in _within(wide, tall))
@@ -102,6 +113,12 @@ def reference_sizes(
             raise InputError("references", f"is too small for multiples of {step} pixels", value=pair)
         read.append((height, width))
     return tuple(read)
+
+
+def _scaled(width: int, height: int, step: int, area: int) -> tuple[int, int]:
+    """Width and height of an image that is scaled to this ``area``, of an even number of steps."""
+    wide = math.sqrt(area * (width / height))
+    return round(wide / (2 * step)) * 2 * step, round(wide / (width / height) / (2 * step)) * 2 * step
 
 
 def _within(width: int, height: int) -> tuple[int, int]:
@@ -139,13 +156,23 @@ def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
     return Image.fromarray(np.pad(np.asarray(image), margins, mode=mode))
 
 
-def _fitted(image: Image.Image, step: int) -> Image.Image:
-    """An image of at most ``MOST_PIXELS``, cut at its edges to multiples of ``step``."""
-    size = _within(*image.size)
+def _fitted(image: Image.Image, networks: Networks, count: int) -> Image.Image:
+    """One of ``count`` references in a size that the model reads, by default at most ``MOST_PIXELS`` and cut at its
+    edges to multiples of the size step."""
+    image, step, area = image.convert(networks.image_mode), networks.size_step, networks.denoiser.facts.reference_pixels
+    if whole := _whole(networks, count):
+        return _padded(image, step, whole)
+    size = _scaled(*image.size, step, area) if area else _within(*image.size)
+    if not all(size):
+        raise _too_narrow(image, step)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     width, height = (side - side % step for side in image.size)
     if not width or not height:
-        problem = f"has {image.width} x {image.height} pixels"
-        raise InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
+        raise _too_narrow(image, step)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
+
+
+def _too_narrow(image: Image.Image, step: int) -> InputError:
+    problem = f"has {image.width} x {image.height} pixels"
+    return InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")

@@ -13,7 +13,7 @@ from typing import Any
 
 from canvax.errors import CheckpointError
 from canvax.weights.files import NetworkFiles, open_weights
-from canvax.weights.formats import LLAMA_CPP, whole_name
+from canvax.weights.formats import LLAMA_CPP, numbered, whole_name
 from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
 from canvax.weights.layouts import LAYER
 from canvax.weights.location import Location, refuse_pickle
@@ -41,7 +41,8 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
         try:
             config = language_model_config(shapes)
             if "text_config" in usual:
-                config = {"text_config": {**usual["text_config"], **config}}
+                eyes = {**usual["vision_config"], **_vision_config(shapes)}
+                config = {"text_config": {**usual["text_config"], **config}, "vision_config": eyes}
             return NetworkFiles(name, arrays, {**usual, **config}, path)
         except (KeyError, IndexError) as error:
             raise CheckpointError(f"text_encoder={name!r}: is not a whole language model, it lacks {error}") from None
@@ -69,4 +70,20 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
         "num_key_value_heads": shapes[f"{layer}.self_attn.k_proj.weight"][0] // head,
         "head_dim": head,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
+    }
+
+
+def _vision_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the fields of a vision tower's config that shapes determine; ``depth`` is 0 without a tower."""
+    shapes = {whole_name(name): shape for name, shape in shapes.items()}
+    depth = numbered(shapes, r"visual\.blocks\.(\d+)\.")
+    if not depth:
+        return {"depth": 0}
+    positions, width = shapes["visual.pos_embed.weight"]
+    return {
+        "depth": depth,
+        "hidden_size": width,
+        "num_position_embeddings": positions,
+        "intermediate_size": shapes["visual.blocks.0.mlp.linear_fc1.weight"][0],
+        "out_hidden_size": shapes["visual.merger.linear_fc2.weight"][0],
     }
