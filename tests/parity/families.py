@@ -109,7 +109,7 @@ def _qwen3(kind: Any, words: Any, width: int, layers: int, heads: int, theta: fl
 def _qwen3_vl(kind: Any, words: Any, width: int, layers: int, heads: int, **changes: Any) -> Any:
     lm = {"vocab_size": len(words) + 3, "hidden_size": width, "intermediate_size": 3 * width // 2,
           "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 8,
-          "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}}  # fmt: skip
+          "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}}  # fmt: skip
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
     tokens = {"image_token_id": words.convert_tokens_to_ids("<|image_pad|>")} if changes else {}
@@ -301,7 +301,8 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     pieces = re.findall(r"<\|\w+\|>|Comp|re(?=h)|hend| ?\w+|\n|[.]", QWEN_SYSTEM)
     assert len(pieces) == QWEN_DROPPED  # as of the released tokenizer
     words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
-    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
+    marks = [f"<|{mark}|>" for mark in ("im_start", "im_end", "image_pad", "vision_start", "vision_end")]
+    words.add_special_tokens({"additional_special_tokens": marks})
     eyes: dict[str, Any] = {"depth": 3, "hidden_size": 32, "deepstack_visual_indexes": [0, 1]}
     eyes = (
         {"depth": 27, "hidden_size": 64, "num_heads": 16, "deepstack_visual_indexes": [8, 16, 24]} if released else eyes

@@ -248,7 +248,7 @@ def unguided(model: Model) -> dict[str, Any]:
     """One evaluation a step; with a reference where there are layers for one."""
     asked: dict[str, Any] = {"num_inference_steps": 2}
     asked |= {"guidance_scale": 0.0} if model.record.factor == 8 else {}
-    return asked | ({"image": ONE} if model.name == "flux3" else {})
+    return asked | ({"image": ONE} if model.name in ("flux3", "qwen") else {})
 
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
@@ -298,7 +298,8 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
     pipe = model.loaded(mesh=make_mesh(jax.devices()[: int(np.prod([*axes.values()]))], **axes))
-    asked = {"image": ONE, **SMALL} if model.name == "flux2" else {"guidance_scale": 2.0}
+    edits = {"flux2": SMALL, "qwen": {"guidance_scale": 2.0, **model.small}}
+    asked = {"image": ONE, **edits[model.name]} if model.name in edits else {"guidance_scale": 2.0}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, of="one device")
 
 
@@ -308,7 +309,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
     """FLUX.2 has 46 dB, and with 7 bits 38. Wrong scales are what ``test_quantize`` sees."""
-    pipe, asked = model.loaded(dtype=dtype, quantize="int8"), unguided(model)
+    pipe, asked = model.loaded(dtype=dtype, quantize="int8"), {**unguided(model), **model.small}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, least, of="all bits")
     if model.name == "flux2":
         whole = {name for name, one in pipe.params["transformer"].items() if "scale" not in str(one)}
@@ -327,6 +328,10 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("flux2", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
+    ], {}, marks=SLOW),
+    pytest.param("qwen", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 6, "image": picture(100, 64)},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 5, "image": picture(48, 80, 2.0)},
     ], {}, marks=SLOW),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},

@@ -6,6 +6,7 @@ language model. Features of some layers of the tower are added to the first laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -259,30 +260,30 @@ class SeeingLanguageModel(LanguageModel):
 
     def _prompt(self, tokenizer: Any, text: str, images: Sequence[Any], length: int) -> dict[str, HostArray]:
         """Return the inputs of a prompt."""
-        arrays = {
-            name: np.zeros(shape.shape, shape.dtype) - (name == "slots") for name, shape in self.inputs(length).items()
-        }
-        grids, room = np.array([(image.height, image.width) for image in images]) // self._side, self.sees[1]
-        pad, token, place, image = tokenizer.backend.token_to_id(PAD), 0, 0, 0
+        pad, place, (_, room) = tokenizer.backend.token_to_id(PAD), 0, self.sees
+        grids = [(image.height // self._side, image.width // self._side) for image in images]
+        ids, positions, slots, rows, starts = list[int](), list[list[int]](), list[int](), list[int](), list[int]()
         for word in self._ids(tokenizer, text, len(images)):
-            text_rows = arrays["length"]
-            if word == pad and image < len(images):
-                rows, columns = grids[image]
-                here = slice(token, token + rows * columns)
-                grid = np.indices((1, rows, columns)).reshape(3, -1).T
-                arrays["slots"][here] = np.arange(rows * columns) + image * room
-                arrays["starts"][image] = text_rows
-                token, step, image = here.stop, max(rows, columns), image + 1
+            if word == pad and (image := len(starts)) < len(images):
+                tokens, step = math.prod(grids[image]), max(grids[image])
+                starts.append(len(rows))
+                ids += [word] * tokens
+                slots += range(image * room, image * room + tokens)
+                positions += (place + np.indices((1, *grids[image])).reshape(3, -1).T).tolist()
             else:
-                here, grid, step = slice(token, token + 1), 0, 1
-                arrays["rows"][text_rows], arrays["length"] = token, text_rows + 1
-                token += 1
-            arrays["ids"][here], arrays["positions"][here] = word, place + grid
+                step = 1
+                rows.append(len(ids))
+                ids.append(word)
+                slots.append(-1)
+                positions.append([place] * 3)
             place += step
-        for i, seen in enumerate(images):
-            patches = _patches(seen, self.eyes.patch_size)
-            arrays["patches"][i, : len(patches)] = patches
-        return arrays | {"grids": np.int32(MERGE * grids)}
+        values: dict[str, Any] = {
+            "ids": ids, "length": len(rows), "positions": positions, "slots": slots, "rows": rows, "starts": starts,
+            "grids": [(MERGE * height, MERGE * width) for height, width in grids],
+        }  # fmt: skip
+        patches = [_patches(image, self.eyes.patch_size) for image in images]
+        values["patches"] = [np.pad(each, ((0, MERGE**2 * room - len(each)), (0, 0))) for each in patches]
+        return {name: _filled(values[name], shape, -(name == "slots")) for name, shape in self.inputs(length).items()}
 
     def encode(self, p: Params, ids: Array, length: Array, **seen: Array) -> Conditions:
         """Encode prompts, and the images ``seen`` before them, as ``inputs`` has these."""
@@ -297,6 +298,13 @@ class SeeingLanguageModel(LanguageModel):
         text = decoder_lm(p, ids, length, self.cfg, taps=taps, seen=Seen(features, seen["slots"], rope))
         text = jnp.take_along_axis(text.reshape(*ids.shape, self.width), seen["rows"][:, :, None], axis=1)
         return {"text": text, "length": length, "starts": seen["starts"]}
+
+
+def _filled(value: Any, shape: jax.ShapeDtypeStruct, padding: int) -> HostArray:
+    """Return an array of a shape, padded along its first axis."""
+    array = np.asarray(value, shape.dtype)
+    missing = [(0, shape.shape[0] - len(array)), *[(0, 0)] * (array.ndim - 1)] if array.ndim else []
+    return np.pad(array, missing, constant_values=padding) if missing else array
 
 
 def _patches(image: Any, side: int) -> HostArray:

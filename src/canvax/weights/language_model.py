@@ -41,7 +41,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
         try:
             config = language_model_config(shapes)
             if "text_config" in usual:
-                eyes = {**usual["vision_config"], **_vision_config(shapes)}
+                eyes = {**usual["vision_config"], **vision_config(shapes)}
                 config = {"text_config": {**usual["text_config"], **config}, "vision_config": eyes}
             return NetworkFiles(name, arrays, {**usual, **config}, path)
         except (KeyError, IndexError) as error:
@@ -73,7 +73,7 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _vision_config(shapes: Shapes) -> dict[str, Any]:
+def vision_config(shapes: Shapes) -> dict[str, Any]:
     """Return the fields of a vision tower's config that shapes determine; ``depth`` is 0 without a tower."""
     shapes = {whole_name(name): shape for name, shape in shapes.items()}
     depth = numbered(shapes, r"visual\.blocks\.(\d+)\.")
