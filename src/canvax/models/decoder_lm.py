@@ -134,7 +134,7 @@ class Seen(NamedTuple):
     """Images in prompts.
 
     Attributes:
-        features: in place of the embedding, then those that are added after the first layers, [B, S, D] each.
+        features: those that replace the embedding, then those that are added after the first layers, [B, S, D] each.
         slots: row of the features of each token [B, T] int32; -1 for text.
         rope: positions of all tokens.
     """
@@ -144,7 +144,7 @@ class Seen(NamedTuple):
     rope: Rope
 
     def added(self, i: int, h: Array) -> Array:
-        """Return ``h`` [B, T, D] with the features ``i`` of the images, instead of the embedding for 0."""
+        """Return ``h`` [B, T, D] with the features ``i`` of the images; those for 0 replace the embedding."""
         if i >= len(self.features):
             return h
         rows = jnp.take_along_axis(self.features[i].astype(h.dtype), jnp.maximum(self.slots, 0)[:, :, None], axis=1)

@@ -1,10 +1,9 @@
 """Qwen-Image-2.1 (Qwen Team 2026): ``QwenImage21Transformer2DModel`` as pure functions.
 
 Text, reference images and the image are one causal sequence of single-stream blocks; an image attends to all of itself.
-What comes before the image is at time 0, so that its keys and values in each block are computed once, before the loop,
-and a step computes the image alone. References are between rows of the text, in place of what the language model saw.
-Blocks share one modulation, of scales and gates. Latents are those of ``canvax.models.qwen_vae``, a token each; the
-text is the last layer of Qwen3-VL-8B before its normalisation.
+Text and references are at time 0, so that their keys and values in each block are computed once, before the loop,
+and a step computes the image alone. Blocks share one modulation, of scales and gates. Latents are those of
+``canvax.models.qwen_vae``, a token each; the text is the last layer of Qwen3-VL-8B before its normalisation.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class QwenContext(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """What comes before the image, in its sequence, padding last.
+    """The tokens before the image in sequence, padding last.
 
     Attributes:
         h: tokens [B, S, D].
