@@ -298,8 +298,8 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [program.reused for program in plans[2].programs] == [True, False, True, False]
     assert plans[2].seconds > plans[0].seconds
     assert "from 2 references" in lines(plans[2])[0]
-    for count, reused in ((0, [False] * 3), (1, [False, False, True, False])):  # its text encoder sees them
-        programs = canvax.plan("qwen-image-2.1", "v6e:1x1", references=count).programs
+    for number, reused in ((0, [False] * 3), (1, [False, False, True, False])):  # its text encoder sees them
+        programs = canvax.plan("qwen-image-2.1", "v6e:1x1", references=number).programs
         assert [program.reused for program in programs] == reused
     with pytest.raises(InputError) as caught:
         canvax.plan("tiny", "v5e:2x2", references=1)

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import diffusers.modular_pipelines as modular
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ from canvax.pipelines.request import make_request
 from canvax.pipelines.upscale import Tiles
 from tests.support.random_numbers import normal
 
-from .families import PROMPTS, QUIET, TWO, Model, arrays_of, load, picture, qwen_network, write
+from .families import PROMPTS, QUIET, TURBO_TIMES, TWO, Model, arrays_of, load, picture, qwen_network, write
 from .reference import nchw, nhwc, psnr, randomise, relative_error
 from .transformers_reference import TOLERANCE, params_of, stored, to_torch
 
@@ -90,6 +91,27 @@ def test_times_of_turbo(models: Callable[[str], Model]) -> None:
     assert psnr(got, turbo.reference()) > 60
     assert psnr(got, turbo.reference(num_inference_steps=4, sigmas=[1.0, 0.75, 0.5, 0.25])) < 50
     np.testing.assert_allclose(turbo.draw().pixels, model.draw().pixels, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "times", "steps"), [("", None, 40), ("Turbo", TURBO_TIMES, 4), ("Turbo", None, 8)])
+def test_modular_pipelines(
+    models: Callable[[str], Model], tmp_path: Path, kind: str, times: list[float] | None, steps: int
+) -> None:
+    """A folder with the index that diffusers writes for one; without times Turbo has 8 even steps, as there."""
+    model, folder = models("qwen-turbo"), tmp_path / "model"
+    shutil.copytree(model.folder, folder)
+    (folder / "model_index.json").unlink()
+    pipe = getattr(modular, f"QwenImage21{kind}AutoBlocks")().init_pipeline()
+    index = {"_class_name": type(pipe).__name__, **pipe.config, "sample_sigmas": times}
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    ours = load(folder)
+    assert ours.model.defaults.num_inference_steps == steps
+    if times:
+        np.testing.assert_array_equal(model.draw(ours).pixels, model.draw().pixels)
+    ours.save(tmp_path / "again")
+    assert (
+        json.loads((tmp_path / "again" / "modular_model_index.json").read_text())["_class_name"] == type(pipe).__name__
+    )
 
 
 @pytest.mark.parametrize("times", [[1.0, 1.0, 0.5], [0.5, 0.7], [1.5, 0.5], [], [1.0, 0.0], "fast", [1.0, None]])

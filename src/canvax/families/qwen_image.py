@@ -57,6 +57,9 @@ TEXT = QWEN3_VL | {
 }  # fmt: skip
 """Config fields that the arrays of a Qwen3-VL-8B do not determine."""
 
+MODULAR = "QwenImage21ModularPipeline", "QwenImage21TurboModularPipeline"
+"""Modular pipelines of diffusers."""
+
 DISTILLED = Defaults(num_inference_steps=8, guidance_scale=1.0)
 
 QWEN3_VL_8B = DecoderConfig(
@@ -88,11 +91,12 @@ def _networks(
 
 
 def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
-    """Return the scheduler of a config; ``model_index.json`` of Turbo has the times of its steps."""
+    """Return the scheduler of a config; the index of Turbo has the times of its steps, a modular one may omit them."""
     scheduler, times = from_scheduler_config(config), files.index.get("sample_sigmas")
-    if times is None and files.index.get("is_distilled"):
-        steps = DISTILLED.num_inference_steps
+    steps, guessed = DISTILLED.num_inference_steps, times is None and files.index.get("is_distilled")
+    if guessed or (times is None and files.index["_class_name"] == MODULAR[1]):
         times = [1 - step / steps for step in range(steps)]
+    if guessed:
         warn(
             HintWarning(
                 f"{files}: the times of Turbo's steps are in the folder of its checkpoint and in no file; {steps} even "
@@ -133,7 +137,7 @@ QWEN_IMAGE = Family(
     name="qwen-image",
     title="Qwen-Image",
     models="Qwen-Image-2.1",
-    pipelines=("QwenImage21Pipeline",),
+    pipelines=("QwenImage21Pipeline", *MODULAR),
     read=read,
     tokenizer=partial(read_chat_tokenizer, template=TEMPLATE, empty=" "),
     classes=CLASSES,
