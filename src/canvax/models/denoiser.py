@@ -41,6 +41,9 @@ others (``Facts.roles``), for rules of guidance that name them."""
 COLUMNS = "columns"
 """Condition of a network of tokens: the images' width in tokens, [B] int32."""
 
+MOST_REFERENCES = 10
+"""Reference images of a call."""
+
 REFERENCES = "references"
 """Condition of a network that edits, with R tokens of reference images, padding included: ``tokens`` [B, R, C] float32;
 ``ids`` [B, R, 3] int32, index of the reference from 1 on, row and column of a token; ``count`` [B] int32, tokens

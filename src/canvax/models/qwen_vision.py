@@ -20,15 +20,12 @@ from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Depth, Layers
 from canvax.models.decoder_lm import LanguageModel, Seen, decoder_lm
+from canvax.models.denoiser import MOST_REFERENCES
 from canvax.models.dit import Rope, rotary_embedding, rotate
 from canvax.models.text import Conditions, Shapes
 from canvax.nn import gelu, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Param, Params, Spec
-from canvax.quantize import compute_dtype
 from canvax.types import Array, DType, HostArray
-
-MOST = 10
-"""Images that a prompt can have."""
 
 IMAGE = "<image{}><|vision_start|><|image_pad|><|vision_end|>"
 """An image before the prompt, with its number."""
@@ -132,7 +129,7 @@ def vision_tower(p: Params, patches: Array, grids: Array, cfg: VisionConfig) -> 
     Returns:
         Features for the language model's input, then those that are added after its first layers, [B, n, P / 4, D].
     """
-    dtype, index = compute_dtype(p), jnp.arange(patches.shape[2])[None, None]
+    dtype, index = p["pos_embed"]["weight"].dtype, jnp.arange(patches.shape[2])[None, None]
     columns = jnp.maximum(grids[..., 1:], MERGE)  # a slot of a batch without an image has none
     square, inside = index // MERGE**2, index % MERGE**2
     row = square // (columns // MERGE) * MERGE + inside // MERGE
@@ -230,7 +227,13 @@ class SeeingLanguageModel(LanguageModel):
         if not count:
             return super().inputs(length)
         total, values = length + count * room, 3 * self.eyes.patch_size**2
-        more = {"positions": (total, 3), "slots": (total,), "rows": (length,), "starts": (MOST,), "grids": (count, 2)}
+        more = {
+            "positions": (total, 3),
+            "slots": (total,),
+            "rows": (length,),
+            "starts": (MOST_REFERENCES,),
+            "grids": (count, 2),
+        }
         return {
             **super().inputs(total),
             **{name: shape(each, jnp.int32) for name, each in more.items()},
@@ -238,7 +241,7 @@ class SeeingLanguageModel(LanguageModel):
         }
 
     def outputs(self, length: int, dtype: DType) -> Shapes:
-        starts = {"starts": jax.ShapeDtypeStruct((MOST,), jnp.int32)} if self.sees[0] else {}
+        starts = {"starts": jax.ShapeDtypeStruct((MOST_REFERENCES,), jnp.int32)} if self.sees[0] else {}
         return super().outputs(length, dtype) | starts
 
     def _ids(self, tokenizer: Any, text: str, count: int) -> list[int]:

@@ -14,6 +14,7 @@ from canvax.call import MAX_SIDE
 from canvax.errors import InputError, check_count
 from canvax.images.convert import on_white
 from canvax.images.inputs import fingerprint, read_images
+from canvax.models.denoiser import MOST_REFERENCES as MOST
 from canvax.models.networks import Networks
 
 MOST_PIXELS = 1024 * 1024
@@ -21,9 +22,6 @@ MOST_PIXELS = 1024 * 1024
 
 MIN_SIDE_WHOLE, MAX_SIDE_WHOLE = 64, 4096
 """Sides of a reference image that is read whole."""
-
-MOST = 10
-"""Reference images of a call."""
 
 
 @dataclass(frozen=True, eq=False)
