@@ -26,6 +26,7 @@ from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
 from canvax.models.networks import Networks
+from canvax.models.qwen_image import QwenImageConfig
 from canvax.parallel.mesh import make_mesh, parse_mesh
 from canvax.parallel.rules import abstract_params
 from canvax.params import count
@@ -313,6 +314,13 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     work = [evaluation_flops(Programs(small, mesh), params, latents, guided=False, references=(size,) * n)
             for n in (0, 1, 2)]  # fmt: skip
     assert work[2] - work[1] > work[1] - work[0] > 0  # attention
+    qwen = PRESETS["qwen-image-2.1"]
+    small = replace(qwen, denoiser=replace(qwen.denoiser, cfg=QwenImageConfig(num_layers=1)))
+    params = {name: abstract_params(spec, "float32", mesh) for name, spec in small.specs().items()}
+    latents = small.latent_shape(1, 512, 512)
+    work = [evaluation_flops(Programs(small, mesh), params, latents, guided=False, references=(size,) * n)
+            for n in (0, 1)]  # fmt: skip
+    assert work[1] < 1.5 * work[0]  # they pass through the network before the loop
 
 
 def test_too_large(told: Any) -> None:

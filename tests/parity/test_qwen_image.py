@@ -252,6 +252,9 @@ def test_edited_images_are_the_same_alone_and_in_a_batch(model: Model) -> None:
 
 def test_what_sees_references(model: Model, tmp_path: Path) -> None:
     """Conditions were made without them; a text encoder without a tower does not see."""
+    encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer
+    seen = [glass(), glass()]
+    assert encoder.count(words, "a fox", seen) == encoder.read(words, ["a fox"], 128, [seen])["length"][0]
     for image, taken in ((TWO, False), (None, True)):
         asked: dict[str, Any] = {"image": image, "num_inference_steps": 1, "options": QUIET, **model.small}
         if taken:
