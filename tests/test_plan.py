@@ -26,6 +26,7 @@ from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
 from canvax.models.networks import Networks
+from canvax.models.qwen_image import QwenImageConfig
 from canvax.parallel.mesh import make_mesh, parse_mesh
 from canvax.parallel.rules import abstract_params
 from canvax.params import count
@@ -223,6 +224,9 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [program.reused for program in plans[2].programs] == [True, False, True, False]
     assert plans[2].seconds > plans[0].seconds
     assert "from 2 references" in lines(plans[2])[0]
+    for number, reused in ((0, [False] * 3), (1, [False, False, True, False])):  # its text encoder sees them
+        programs = canvax.plan("qwen-image-2.1", "v6e:1x1", references=number).programs
+        assert [program.reused for program in programs] == reused
     with refused("references"):
         canvax.plan("tiny", "v5e:2x2", references=1)
     cfg = Flux2Config(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -234,6 +238,13 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     work = [evaluation_flops(Programs(small, mesh), params, latents, guided=False, references=(size,) * n)
             for n in (0, 1, 2)]  # fmt: skip
     assert work[2] - work[1] > work[1] - work[0] > 0  # attention
+    qwen = PRESETS["qwen-image-2.1"]
+    small = replace(qwen, denoiser=replace(qwen.denoiser, cfg=QwenImageConfig(num_layers=1)))
+    params = {name: abstract_params(spec, "float32", mesh) for name, spec in small.specs().items()}
+    latents = small.latent_shape(1, 512, 512)
+    work = [evaluation_flops(Programs(small, mesh), params, latents, guided=False, references=(size,) * n)
+            for n in (0, 1)]  # fmt: skip
+    assert work[1] < 1.5 * work[0]  # they pass through the network before the loop
 
 
 def test_too_large(told: Any) -> None:

@@ -57,6 +57,7 @@ from canvax.models.krea2 import Krea2Config, krea2_spec
 from canvax.models.qwen_image import QwenImageConfig, qwen_image_spec
 from canvax.models.qwen_vae import QwenVaeConfig, qwen_vae_spec
 from canvax.models.t5 import T5Config, t5_spec
+from canvax.models.qwen_vision import VisionConfig, vision_tower_spec
 from canvax.models.z_image import ZImageConfig, z_image_spec
 from canvax.params import count, flatten
 from canvax.pipelines.generate import sampler_table
@@ -65,7 +66,7 @@ from canvax.planning.plan import architecture
 from canvax.weights.data_folder import find_named, using
 from canvax.weights.entries import Entry
 from canvax.weights.formats import whole_name
-from canvax.weights.language_model import language_model_config, t5_config
+from canvax.weights.language_model import language_model_config, t5_config, vision_config
 from canvax.weights.lora import read_adapter
 from canvax.weights.overrides import Overrides
 from canvax.weights.rules import Names
@@ -757,7 +758,12 @@ def test_sizes_of_qwen_image() -> None:
     found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_VL_8B, 36)))
     config = single.configs["text_encoder"]
     assert DecoderConfig.from_dict({"text_config": {**config["text_config"], **found}}) == QWEN3_VL_8B
-    eyes = transformers.Qwen3VLConfig(**config).vision_config
-    assert (eyes.depth, eyes.hidden_size, eyes.deepstack_visual_indexes) == (27, 1152, [8, 16, 24])
+    eyes = vision_tower_spec(VisionConfig())
+    with torch.device("meta"):
+        theirs = transformers.Qwen3VLConfig(**config).vision_config
+        tower = transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel(theirs).state_dict()
+    assert shapes_of(eyes) == {name: tuple(tensor.shape) for name, tensor in tower.items()}
+    seen = vision_config({f"visual.{name}": shape for name, shape in shapes_of(eyes).items()})
+    assert VisionConfig.from_dict(config | {"vision_config": config["vision_config"] | seen}) == VisionConfig()
     sizes = {name: count(spec) / 1e9 for name, spec in PRESETS["qwen-image-2.1"].specs().items()}
-    assert sizes == pytest.approx({"transformer": 7.12, "text_encoder": 7.57, "vae": 0.331}, abs=5e-3)
+    assert sizes == pytest.approx({"transformer": 7.12, "text_encoder": 8.767 - 0.622, "vae": 0.331}, abs=5e-3)

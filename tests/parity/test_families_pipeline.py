@@ -84,9 +84,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model that a test asks for by ``over``; else FLUX.2 klein."""
     made = models(getattr(request, "param", "flux2"))
-    if made.record.title in ("FLUX.1", "FLUX.2"):  # less padding of references, which takes time
+    if made.record.title in ("FLUX.1", "FLUX.2", "Qwen-Image"):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
         monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((HEIGHT, WIDTH), (64, 48)))
+    monkeypatch.setattr("canvax.models.qwen_image.REFERENCE_PIXELS", 128 * 128)
     return made
 
 
@@ -268,7 +269,7 @@ def unguided(model: Model) -> dict[str, Any]:
     """One evaluation a step; with a reference where there are layers for one."""
     asked: dict[str, Any] = {"num_inference_steps": 2}
     asked |= {"guidance_scale": 0.0} if model.record.factor == 8 else {}
-    return asked | ({"image": ONE} if model.name == "flux3" else {})
+    return asked | ({"image": ONE} if model.name in ("flux3", "qwen") else {})
 
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
@@ -318,7 +319,8 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
     pipe = model.loaded(mesh=make_mesh(jax.devices()[: int(np.prod([*axes.values()]))], **axes))
-    asked = {"image": ONE, **SMALL} if model.name == "flux2" else {"guidance_scale": 2.0}
+    edits = {"flux2": SMALL, "qwen": {"guidance_scale": 2.0, **model.small}}
+    asked = {"image": ONE, **edits[model.name]} if model.name in edits else {"guidance_scale": 2.0}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, of="one device")
 
 
@@ -329,7 +331,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
     """FLUX.2 has 46 dB, and with 7 bits 38. Wrong scales are what ``test_quantize`` sees."""
-    pipe, asked = model.loaded(dtype=dtype, quantize="int8"), unguided(model)
+    pipe, asked = model.loaded(dtype=dtype, quantize="int8"), {**unguided(model), **model.small}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, least, of="all bits")
     if model.name == "flux2":
         whole = {name for name, one in pipe.params["transformer"].items() if "scale" not in str(one)}
@@ -356,6 +358,10 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("flux-kontext", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
+    ], {}, marks=SLOW),
+    pytest.param("qwen", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 6, "image": picture(100, 64)},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 5, "image": picture(48, 80, 2.0)},
     ], {}, marks=SLOW),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
@@ -514,14 +520,17 @@ def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("references", [ONE, TWO], ids=["one", "two"])
-@over("flux2", "flux3")
+@over("flux2", "flux3", "qwen")
 def test_editing(model: Model, references: list[Any]) -> None:
     """References of sizes that are no multiples, of an image of another size."""
+    asked: dict[str, Any] = {"num_inference_steps": 4, **model.small}
     want = model.reference(num_inference_steps=4, image=references)
-    assert_near(model.draw(image=references, **SMALL, num_inference_steps=4).pixels, want)
-    assert_other(model.draw(num_inference_steps=4).pixels, want)
-    if model.name == "flux2" and len(references) > 1:
-        assert_other(model.draw(image=references[::-1], **SMALL, num_inference_steps=4).pixels, want, 50)
+    assert_near(model.draw(image=references, **asked).pixels, want)
+    assert_other(model.draw(**asked).pixels, want)
+    if model.name != "flux3" and len(references) > 1:
+        assert_other(model.draw(image=references[::-1], **asked).pixels, want, 50)
+    if model.name == "qwen":
+        assert_other(model.draw(image=references, prompt=[*model.record.prompts[::-1]], **asked).pixels, want)
 
 
 @over(slow=["flux2-base", "flux3-base"])
@@ -676,7 +685,7 @@ def test_lines_of_a_prompt_file_read_their_images_alone(
             np.testing.assert_allclose(np.asarray(got, np.int16), np.asarray(alone, np.int16), atol=1)
 
 
-@pytest.mark.slow
+@over(slow=["flux2", "qwen"])
 def test_references_on_the_command_line(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -690,7 +699,7 @@ def test_references_on_the_command_line(
     assert main([*words, "-o", "made.png"]) == 0
     with Image.open("made.png") as image:
         made = np.asarray(image)
-    assert made.shape == (48, 80, 3)
+    assert made.shape == ((48, 80, 3) if model.name == "flux2" else (96, 160, 4))
     capsys.readouterr()
     assert main(["info", "made.png", "--json"]) == 0
     (command,) = json.loads(capsys.readouterr().out)["commands"]

@@ -11,7 +11,7 @@ from canvax.models.controlled import Controlled, encode_control
 from canvax.models.decode import encode_images
 from canvax.models.denoiser import REFERENCES, Denoiser, Reusing, Shapes
 from canvax.models.networks import Networks
-from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, TextEncoders
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ class ReadsReferences(Addition):
             )
             for height, width in self.sizes
         }
+
+    def read_by(self, text: TextEncoders) -> TextEncoders:
+        return text.seeing(self.sizes)
 
     def conditions(self, site: Site) -> Shapes:
         return {REFERENCES: site.networks.references(site.latents[0], self.sizes)}

@@ -16,6 +16,7 @@ from canvax.guidance import PLAIN, Guidance
 from canvax.models.beside import ADAPTERS, Places
 from canvax.models.denoiser import Denoiser, Shapes
 from canvax.models.networks import Networks
+from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import on_devices
 from canvax.params import Params
@@ -160,6 +161,10 @@ class Addition:
     def conditions(self, site: Site) -> Shapes:
         """Return the shapes of its conditions, which are given for each prompt."""
         return {}
+
+    def read_by(self, text: TextEncoders) -> TextEncoders:
+        """Return the text encoders with what they read of it."""
+        return text
 
     def around(self, denoiser: Denoiser, networks: Networks) -> Denoiser:
         """Return the denoiser, in a wrapper if the addition has one."""

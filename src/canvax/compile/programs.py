@@ -30,7 +30,7 @@ from canvax.kernels.target import compile_or_fall_back
 from canvax.models.beside import ADAPTERS
 from canvax.models.decode import decode_images, decode_packed
 from canvax.models.networks import Networks
-from canvax.models.text import encode_and_join
+from canvax.models.text import TextEncoders, encode_and_join
 from canvax.originals import foreign, replaced
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
@@ -145,7 +145,7 @@ class Programs:
     def _wanted(self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds) -> dict[str, ProgramSpec]:
         networks, batch, places = self.networks, latents[0], kinds.places
         site = Site(networks, self.mesh, latents, dtypes)
-        text = replace(networks.text, places=places)
+        text = replace(self._text(kinds), places=places)
         inputs: tuple[Any, ...] = (
             jax.tree.map(lambda leaf: site.batched((batch, *leaf.shape), leaf.dtype), text.inputs(kinds.lengths)),
         )
@@ -162,13 +162,20 @@ class Programs:
         programs |= {DENOISERS[guided]: self._denoiser(site, kinds, guided=guided) for guided in kinds.guided}
         return programs | {name: program for add in kinds.adds for name, program in add.programs(site).items()}
 
+    def _text(self, kinds: Kinds) -> TextEncoders:
+        """The text encoders with what they read of a call besides its prompts."""
+        text = self.networks.text
+        for add in kinds.adds:
+            text = add.read_by(text)
+        return text
+
     def _denoiser(self, site: Site, kinds: Kinds, *, guided: bool) -> ProgramSpec:
         networks, loop, dtypes, batch = self.networks, site.loop, site.dtypes, site.latents[0]
         guidance = kinds.guidance if guided else off(kinds.guidance)
         denoiser = networks.denoiser_of(guidance.samples)
         for add in kinds.adds:
             denoiser = add.around(denoiser, networks)
-        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
+        text = self._text(kinds).conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         reads = denoiser.inputs(loop, text, dtypes.__getitem__)
         sizes = dict.fromkeys(networks.packing.sizes(site.latents[2]), jax.ShapeDtypeStruct((batch,), jnp.int32))
         conditions = {**text, **reads.conditions, **sizes}

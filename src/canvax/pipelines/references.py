@@ -12,7 +12,9 @@ from PIL import Image
 
 from canvax.call import MAX_SIDE
 from canvax.errors import InputError, check_count
+from canvax.images.convert import on_white
 from canvax.images.inputs import fingerprint, read_images
+from canvax.models.denoiser import MOST_REFERENCES as MOST
 from canvax.models.networks import Networks
 
 MOST_PIXELS = 1024 * 1024
@@ -21,16 +23,14 @@ MOST_PIXELS = 1024 * 1024
 MIN_SIDE_WHOLE, MAX_SIDE_WHOLE = 64, 4096
 """Sides of a reference image that is read whole."""
 
-MOST = 10
-"""Reference images of a call."""
-
 
 @dataclass(frozen=True, eq=False)
 class References:
     """The reference images of a call.
 
     Attributes:
-        images: RGB. For each reference, one for all images of the call, or one for each of the same size.
+        images: with the channels that the autoencoder reads. For each reference, one for all images of the call, or
+            one for each of the same size.
         fingerprints: hashes of the caller's images, for metadata.
     """
 
@@ -57,10 +57,15 @@ def check_references(value: Any, networks: Networks) -> References:
     count = len(value) if several else 1
     if not 1 <= count <= MOST:
         raise InputError("image", f"has {count} reference images", cure=f"give 1 to {MOST}")
-    images, step, whole = read_images("image", value, count), networks.size_step, _whole(networks, count)
-    sizes = networks.denoiser.facts.reference_sizes
-    fitted = [_padded(image, step, whole) if whole else _fitted(image, step, sizes) for image in images]
-    return References([[image] for image in fitted], [fingerprint(image) for image in images])
+    images = read_images("image", value, count, alpha=networks.image_mode == "RGBA")
+    fitted = [_fitted(image, networks, count) for image in images]
+    return References([[image] for image in fitted], [fingerprint(on_white(image)) for image in images])
+
+
+def masked_reference(images: list[Image.Image], networks: Networks) -> References:
+    """Return the image of each image of a call, inside whose mask it is drawn, as its reference."""
+    scaled = networks.denoiser.facts.reference_pixels
+    return References([[_fitted(image, networks, 1) for image in images] if scaled else images])
 
 
 def check_editing(networks: Networks, name: str) -> None:
@@ -91,12 +96,13 @@ def reference_sizes(
     if len(sizes) > MOST:
         raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {MOST}")
     read, step, whole = [], networks.size_step, _whole(networks, len(sizes))
-    sizes_read = networks.denoiser.facts.reference_sizes
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError("references", "is not a height and a width in pixels", value=pair)
         tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
-        if whole:
+        if area:
+            width, height = _scaled(wide, tall, step, area)
+        elif whole:
             _, (width, height) = _canvas(wide, tall, step, whole)
         elif sizes_read:
             height, width = _nearest(wide, tall, sizes_read)
@@ -106,6 +112,12 @@ def reference_sizes(
             raise InputError("references", f"is too small for multiples of {step} pixels", value=pair)
         read.append((height, width))
     return tuple(read)
+
+
+def _scaled(width: int, height: int, step: int, area: int) -> tuple[int, int]:
+    """Width and height of an image that is scaled to this ``area``, of an even number of steps."""
+    wide = math.sqrt(area * (width / height))
+    return round(wide / (2 * step)) * 2 * step, round(wide / (width / height) / (2 * step)) * 2 * step
 
 
 def _within(width: int, height: int) -> tuple[int, int]:
@@ -144,22 +156,14 @@ def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
     mode = "reflect" if min(image.size) > step else "symmetric"
     return Image.fromarray(np.pad(np.asarray(image), margins, mode=mode))
 
-
-def _nearest(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the height and width of ``sizes`` with the proportions nearest to an image's; of two the narrower."""
-    return min(sizes, key=lambda size: (abs(width / height - size[1] / size[0]), size[1]))
-
-
-def _fitted(image: Image.Image, step: int, sizes: Sequence[tuple[int, int]] = ()) -> Image.Image:
-    """Resize an image to at most ``MOST_PIXELS`` and cut its edges to multiples of ``step``, or to one of ``sizes``."""
-    if sizes:
-        height, width = _nearest(*image.size, sizes)
-        return image.resize((width, height), Image.Resampling.LANCZOS)
-    size = _within(*image.size)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     width, height = (side - side % step for side in image.size)
     if not width or not height:
-        problem = f"has {image.width} x {image.height} pixels"
-        raise InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
+        raise _too_narrow(image, step)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
+
+
+def _too_narrow(image: Image.Image, step: int) -> InputError:
+    problem = f"has {image.width} x {image.height} pixels"
+    return InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")

@@ -46,7 +46,7 @@ from canvax.pipelines.checks import (
 )
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
-from canvax.pipelines.references import References, check_references
+from canvax.pipelines.references import References, check_references, masked_reference
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import steps_of_strength
@@ -168,7 +168,12 @@ def make_request(model: Model, call: Call) -> Request:
     mode = model.networks.image_mode
     init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options, mode)
     if init is not None and init.masks and model.networks.denoiser.facts.edits:
-        references = References([init.images])
+        references = masked_reference(init.images, model.networks)
+    if references is not None and any(embeds) and model.text.seeing(references.sizes) != model.text:
+        if init is None:
+            why = "the text encoder sees the reference images, and conditions were made without"
+            raise conflict("image", "prompt", why=why, cure="give the prompt as text")
+        references = None
     if init is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         init = masked_everywhere(height, width) if model.networks.inpaints else None
