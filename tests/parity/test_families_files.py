@@ -56,8 +56,8 @@ from canvax.models.flux3 import Flux3Config, flux3_spec
 from canvax.models.krea2 import Krea2Config, krea2_spec
 from canvax.models.qwen_image import QwenImageConfig, qwen_image_spec
 from canvax.models.qwen_vae import QwenVaeConfig, qwen_vae_spec
-from canvax.models.t5 import T5Config, t5_spec
 from canvax.models.qwen_vision import VisionConfig, vision_tower_spec
+from canvax.models.t5 import T5Config, t5_spec
 from canvax.models.z_image import ZImageConfig, z_image_spec
 from canvax.params import count, flatten
 from canvax.pipelines.generate import sampler_table
