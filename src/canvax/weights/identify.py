@@ -24,10 +24,8 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
 _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "conv1.", "conv2.", "bn.", VAE)
-_LANGUAGE_MODEL = re.compile(
-    r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|(enc\.)?blk\.0\.attn_q|"
-    r"encoder\.block\.0\.layer\.0\.SelfAttention\.q)\.weight"
-)
+_LANGUAGE_MODEL = re.compile(r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|blk\.0\.attn_q)\.weight")
+_T5 = re.compile(r"(encoder\.block\.0\.layer\.0\.SelfAttention\.q|enc\.blk\.0\.attn_q)\.weight")
 _CLIP = re.compile(r"(text_model\.)?encoder\.layers\.0\.self_attn\.q_proj\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
@@ -115,6 +113,10 @@ TEXT_ALONE = FileKind(
     "a text encoder alone", f"pass it to text_encoder (--text-encoder) with FLUX.1, else {_WHOLE}", "--text-encoder",
     lambda shapes: _all("text_model.")(shapes) or any(map(_CLIP.fullmatch, shapes)),
 )  # fmt: skip
+T5 = FileKind(
+    "T5", "pass it to text_encoder_2 (--text-encoder-2) with FLUX.1, to text_encoder (--text-encoder) with Chroma",
+    "--text-encoder-2 with FLUX.1, --text-encoder with Chroma", lambda shapes: any(map(_T5.fullmatch, shapes)),
+)  # fmt: skip
 LANGUAGE_MODEL = FileKind(
     "a language model", "pass it to text_encoder (--text-encoder)", "--text-encoder",
     lambda shapes: any(map(_LANGUAGE_MODEL.fullmatch, shapes)),
@@ -125,7 +127,7 @@ TRANSFORMER = FileKind(
 )  # fmt: skip
 MODEL = FileKind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
 KINDS = (
-    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, LANGUAGE_MODEL, AUTOENCODER, UNET_ALONE),
+    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, T5, LANGUAGE_MODEL, AUTOENCODER, UNET_ALONE),
     *(TEXT_ALONE, TRANSFORMER, MODEL),
 )  # fmt: skip
 """All kinds; the first that matches is the kind of a file."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from canvax.adapters import KINDS, Part, Window, faults, kind_of, rank
 from canvax.errors import CheckpointError
+from canvax.models.text import FIRST
 from canvax.params import Param, Spec
 from canvax.types import HostArray
 from canvax.weights.adapter_names import Module, Stack, module_table, nearest_module, parameters, split_name
@@ -140,9 +141,10 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
 
 
 def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
-    """Return the width of each text encoder's tokens, by component."""
+    """Return the width of each text encoder's tokens, by component; nothing if one is not CLIP."""
     tables = ((component, param) for (component, name), param in parameters(specs).items() if name == TABLE)
-    return {component: param.shape[1] for component, param in tables}
+    widths = {component: param.shape[1] for component, param in tables}
+    return widths if all(name in widths for name in specs if name.startswith(FIRST)) else {}
 
 
 def _grouped(
