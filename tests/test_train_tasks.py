@@ -42,11 +42,11 @@ from canvax.pipelines.loaded import open_model
 from canvax.quantize import KINDS
 from canvax.settings import declared
 from canvax.train import diffusion, dreambooth, low_rank, task
-from canvax.train.board import Board
 from canvax.train.controlnet import CONTROL_PLAN, ControlNetTask, train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
 from canvax.train.finetune import FullFinetune
+from canvax.train.log import TensorBoard
 from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
 from canvax.train.lora import LORA_PLAN, Lora, train_lora
 from canvax.train.low_rank import FORMATS, LAYERS
@@ -778,10 +778,10 @@ def test_the_board(tmp_path: Path) -> None:
         return jnp.square(p["w"]).sum() + 0 * samples["x"].sum(), {"mse": p["w"].sum()}
 
     def go_on(deadline: float | None) -> None:
-        board = Board(tmp_path / "board")
-        session = Session(tmp_path / "run", "toy", one(), deadline=deadline, watch=board.numbers)
+        board = TensorBoard(tmp_path / "board")
+        images = {"previews": np.full((4, 5, 3), 200, np.uint8)}
+        session = Session(tmp_path / "run", "toy", one(), deadline=deadline, preview=lambda *_: images, log=board)
         fit({"w": np.ones(2, np.float32)}, loss, {"x": np.zeros(4, np.float32)}, 4, plan, session)
-        board.picture(6, "previews", np.full((4, 5, 3), 200, np.uint8))
         board.close()
 
     go_on(0.0)
@@ -797,7 +797,7 @@ def test_the_board(tmp_path: Path) -> None:
     logged = [(line["step"], line["loss"]) for line in read_log(tmp_path / "run" / LOG)]
     assert [step for step, _ in logged] == [2, 4, 6]
     np.testing.assert_allclose(scalars["loss"], logged, rtol=1e-6)
-    assert scalars.keys() == {"loss", "mse", "learning_rate", "images_per_second"}
+    assert scalars.keys() == {"loss", "mse", "learning_rate", "images_per_second", "seconds"}
     rates = [0.01 * (0.5 + 0.25 * (1 + np.cos(np.pi * step / 6))) for step in (1, 3, 5)]
     np.testing.assert_allclose([rate for _, rate in scalars["learning_rate"]], rates, rtol=1e-5)
     assert all(pace > 0 for _, pace in scalars["images_per_second"])

@@ -56,13 +56,6 @@ def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
         raise InputError(name, "holds no array: there is nothing to train")
 
 
-def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
-    """Make the state before the first step; it copies ``params``, because a step donates its input state."""
-    params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
-    average = jax.tree.map(jnp.copy, params) if averaged else None
-    return TrainState(jnp.int32(0), params, average, optimizer.init(params))
-
-
 def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     """Write a state, or any tree of arrays, atomically: to a temporary file that is then renamed."""
     check_arrays("state", state)

@@ -34,9 +34,9 @@ from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
 from canvax.settings import check_all
 from canvax.train import settings
-from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_captions, encode_pictures
+from canvax.train.log import TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
@@ -294,10 +294,10 @@ def train(
         control=start.control,
         prior=subject.prior_weight,
     )
-    board = Board(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
+    board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
-    shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
+    shown = _preview(training, aim, pipe, params, texts) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
         with fail_together("saving") if is_spread(mesh) else nullcontext():
@@ -314,7 +314,7 @@ def train(
         save_steps=training.save_steps,
         preview=shown,
         preview_steps=training.preview_steps,
-        watch=board.numbers if board else None,
+        log=board,
     )
     with closing(board) if board else nullcontext():
         trained, finished = fit(start.trained, loss, data, count, plan, session, shared)
@@ -390,9 +390,8 @@ def _preview(
     pipe: Pipeline,
     params: Params,
     texts: Mapping[str, Any],
-    board: Board | None,
-) -> Callable[[int, Params], None]:
-    def preview(step: int, trained: Params) -> None:
+) -> Callable[[int, Params], Mapping[str, HostArray]]:
+    def preview(step: int, trained: Params) -> Mapping[str, HostArray]:
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
         pipe.params = aim.shown(pipe.model, params, trained)  # its own need no weights of what a call does not run
@@ -401,12 +400,11 @@ def _preview(
             images = pipe(**texts, seed=seeds, options=options).images
         pipe.params = {}
         if not is_main_process(pipe.mesh):  # the images are split over the processes
-            return
+            return {}
         (training.folder / "previews").mkdir(exist_ok=True)
         grid = make_grid(images)
         grid.save(training.folder / "previews" / f"{step:07d}.png")
-        if board:
-            board.picture(step, "previews", np.asarray(grid.convert("RGB")))
+        return {"previews": np.asarray(grid.convert("RGB"))}
 
     return preview
 
