@@ -397,8 +397,9 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     pipe: Any = Pipe()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        task._preview(run, ControlNetTask(), pipe, {}, {"prompt": run.prompts}, None)(3, {})
+        images = task._preview(run, ControlNetTask(), pipe, {}, {"prompt": run.prompts})(3, {})
     assert not seen
+    assert images["previews"].shape == (8, 8, 3)
     assert (tmp_path / "previews" / "0000003.png").is_file()
 
 
