@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ import optax
 import pytest
 
 from canvax.parallel.mesh import make_mesh
-from canvax.train import Session, averaged, make_step, run
+from canvax.train import Plan, Session, averaged, fit, make_step, run
+from canvax.train import session as sessions
 from canvax.train.log import WeightsAndBiases
 from canvax.train.session import LOG, STATE, read_log
 from canvax.train.state import load_state, read_facts, save_state
@@ -237,3 +239,59 @@ def test_one_callback_gets_values_and_images(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "wandb", None)
     with refused(""):
         WeightsAndBiases("p")
+
+
+# FSDP
+
+
+def network(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+    hidden = samples + 0.1 * jax.random.normal(key, samples.shape)
+    for layer in p.values():
+        hidden = jnp.tanh(hidden @ layer["w"] + layer["b"][None])
+    return jnp.square(hidden - 0.5).mean(), {}
+
+
+def layers(width: int) -> Any:
+    rng = np.random.default_rng(0)
+    return {str(i): {"w": (rng.standard_normal((width, width)) / width**0.5).astype(np.float32),
+                     "b": np.zeros(width, np.float32)} for i in range(4)}  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_devices_that_share_the_parameters_learn_what_one_does(tmp_path: Path, accumulate: int) -> None:
+    """Through ``fit``, of 8 devices with a stop and a resume."""
+    data = np.random.default_rng(1).standard_normal((32, 64), np.float32)
+    plan = Plan(6, 8, chunk=2, accumulate=accumulate, average=0.9)
+    found = {}
+    for count in (1, 2, 8):
+        session = Session(tmp_path / str(count), mesh=make_mesh(jax.devices()[:count]), fsdp=True)
+        if count == 8:
+            fit(layers(64), network, data, 32, plan, replace(session, deadline=time.monotonic()))
+        params, finished = fit(layers(64), network, data, 32, plan, session)
+        assert finished
+        assert params["0"]["w"].sharding.shard_shape((64, 64)) == (64 // count, 64)
+        assert params["0"]["b"].sharding.is_fully_replicated
+        losses = [line["loss"] for line in read_log(tmp_path / str(count) / LOG)]
+        found[count] = [*losses, *jax.tree.leaves(jax.tree.map(np.asarray, params))]
+    for count in (2, 8):
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found[1], found[count])
+
+
+def test_sharing_the_parameters_takes_less_memory_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiler: an eighth of parameters, average and moments; and no more for a step than they were before."""
+    seen, real = [], sessions._compile
+
+    def compiled(*arguments: Any) -> Any:
+        seen.append(real(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(sessions, "_compile", compiled)
+    mesh, data = make_mesh(jax.devices()), np.zeros((8, 256), np.float32)
+    for shared in (None, mesh):
+        step = make_step(network, optax.adam(1e-3), average=0.9, mesh=shared)
+        run(step, step.init(layers(256)), data, 1, Session(mesh=mesh), batch=8)
+    whole, split = (program.memory_analysis() for program in seen)
+    size = 4 * 4 * 256 * 256  # bytes of the matrices
+    assert whole.argument_size_in_bytes > 4 * size
+    assert split.argument_size_in_bytes < 4 * size / 8 * 1.1
+    assert split.temp_size_in_bytes < whole.temp_size_in_bytes + 1.1 * size

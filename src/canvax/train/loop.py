@@ -104,7 +104,8 @@ def fit(
     steps, path = plan.steps, session.state
     if path and path.is_file():
         check_same(path, plan, samples, session.about)
-    options = {"accumulate": plan.accumulate, "average": plan.average}
+    mesh = session.mesh if session.fsdp else None
+    options: dict[str, Any] = {"accumulate": plan.accumulate, "average": plan.average, "mesh": mesh}
 
     def step(state: Any, samples: Any, shared: Any, key: Array) -> Any:
         shared, steps = shared  # an argument of the program, so that its numbers do not depend on it

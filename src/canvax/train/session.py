@@ -68,6 +68,7 @@ class Session:
         preview_every: seconds between previews.
         preview_steps: steps between previews, instead of ``preview_every``.
         watch: former name of ``log``; called with the step and the values.
+        fsdp: ``fit`` also splits the trained parameters, their average and the optimizer's state over ``data``.
         log: called with the step, values and images: after each chunk with the means of the logged values and
             no images; after a preview with images and no values.
     """
@@ -85,6 +86,7 @@ class Session:
     preview_steps: int | None = None
     watch: Callable[[int, Mapping[str, float]], None] | None = None
     log: Log | None = None
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         if self.folder == "" or not self.name:

@@ -97,6 +97,7 @@ class TrainingRecord:
     remat: bool = setting(
         False, "recompute activations: less memory, more time", flags=("--remat", "--gradient-checkpointing"),
     )  # fmt: skip
+    fsdp: bool = setting(False, "split trained weights and moments over the devices")
     dtype: Any = setting(
         None, "dtype of the computation", unset="bfloat16 on GPU and TPU, float32 on the CPU", metavar="DTYPE",
     )  # fmt: skip

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from canvax.errors import InputError, check_count, check_function, shown
-from canvax.parallel.mesh import replicated
+from canvax.parallel import fsdp
 from canvax.parallel.multihost import is_spread
-from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.train.state import TrainState, check_arrays
 from canvax.types import Array
@@ -22,9 +21,6 @@ Tree = TypeVar("Tree")
 
 Loss = Callable[[Params, Any, Any, Array], tuple[Array, Mapping[str, Array]]]
 """``(params, samples, shared, key) -> (loss, values to log)``."""
-
-_SMALL = 2**12
-"""Arrays of fewer elements are not split: a transfer of them takes as long as one of a kilobyte."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +69,7 @@ def make_step(
         raise InputError("mesh", "has devices of several processes, which cannot share parameters yet")
 
     def placed(tree: Tree) -> Tree:
-        return jax.tree.map(put, tree, _shardings(tree, mesh)) if mesh else tree
+        return fsdp.split(tree, mesh) if mesh else tree
 
     def init(params: Params) -> TrainState:
         check_arrays("params", params, trained=True)
@@ -81,12 +77,10 @@ def make_step(
         return placed(TrainState(jnp.int32(0), params, _copy(params) if average else None, optimizer.init(params)))
 
     def checked(params: Params, samples: Any, shared: Any, key: Array) -> tuple[Array, dict[str, Array]]:
-        if mesh:
-            params = jax.lax.with_sharding_constraint(params, replicated(mesh))
-        return _checked(loss(params, samples, shared, key))
+        return _checked(loss(fsdp.gathered(params, mesh) if mesh else params, samples, shared, key))
 
     def split(gradient: Tree) -> Tree:
-        return jax.lax.with_sharding_constraint(gradient, _shardings(gradient, mesh)) if mesh else gradient
+        return fsdp.constrained(gradient, mesh) if mesh else gradient
 
     def update(state: TrainState, samples: Any, shared: Any, key: Array) -> tuple[TrainState, dict[str, Array]]:
         import optax
@@ -137,20 +131,6 @@ def averaged(state: Any) -> Any:
 
 def _copy(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), tree)
-
-
-def _shardings(tree: Any, mesh: Mesh) -> Any:
-    """Return for each array the sharding that splits its largest axis over ``data``, of those that divide evenly."""
-    size = mesh.shape["data"]
-
-    def sharding(leaf: Any) -> NamedSharding:
-        axes = [axis for axis, length in enumerate(leaf.shape) if length % size == 0]
-        if size == 1 or not axes or leaf.size < _SMALL:
-            return replicated(mesh)
-        axis = max(axes, key=lambda axis: leaf.shape[axis])
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
-
-    return jax.tree.map(sharding, tree)
 
 
 def _checked(result: Any) -> tuple[Array, dict[str, Array]]:

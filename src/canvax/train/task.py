@@ -70,6 +70,7 @@ class Training(TrainingRecord):
         empty: fraction of empty captions.
         unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
         remat: recompute activations in the backward pass, which takes less memory but more time.
+        fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
         dtype: dtype of the computation, not float16; by default bfloat16 on GPU and TPU, float32 on the CPU.
         quantize: "int8" or "float8" to keep the large weights of the frozen denoiser in 8 bits, for a LoRA (QLoRA,
             Dettmers et al. 2023); blocks are then recomputed as with ``remat``.
@@ -315,6 +316,7 @@ def train(
         preview=shown,
         preview_steps=training.preview_steps,
         log=board,
+        fsdp=training.fsdp,
     )
     with closing(board) if board else nullcontext():
         trained, finished = fit(start.trained, loss, data, count, plan, session, shared)
