@@ -229,6 +229,8 @@ def train(
         InputError: an argument is invalid, the model or an image cannot be used, or the folder contains another run.
         CheckpointError: the model cannot be read.
     """
+    if training.fsdp and is_spread(mesh):
+        raise InputError("fsdp", "is for the devices of one process", cure="leave it out", value=True)
     target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
