@@ -22,6 +22,7 @@ from canvax.train import session as sessions
 from canvax.train.log import WeightsAndBiases
 from canvax.train.session import LOG, STATE, read_log
 from canvax.train.state import load_state, read_facts, save_state
+from canvax.weights.safetensors import open_safetensors
 from tests.support.refusals import refused
 
 X = np.random.default_rng(0).standard_normal((12, 3), np.float32)
@@ -239,6 +240,41 @@ def test_one_callback_gets_values_and_images(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "wandb", None)
     with refused(""):
         WeightsAndBiases("p")
+
+
+# Optimizers by name
+
+
+@pytest.mark.parametrize(("name", "rate"), [("adamw", 0.03), ("adafactor", 0.03), ("lion", 0.003), ("prodigy", 1.0)])
+def test_optimizers_by_name(name: Any, rate: float, tmp_path: Path) -> None:
+    """Each finds the minimum, by steps that are its own, and resumes; another in the same folder is refused."""
+    plan = Plan(750, 4, rate, chunk=250, average=0.0, weight_decay=0.0, optimizer=name)
+
+    def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+        return jnp.square(p["w"] - 1.0).mean() + jnp.square(p["part"]["m"] + 1.0).mean() + 0 * samples.sum(), {}
+
+    def begin(session: Session) -> Any:
+        return fit(
+            {"w": np.zeros(3, np.float32), "part": {"m": np.zeros((3, 4), np.float32)}}, loss, X, 12, plan, session
+        )
+
+    killed(tmp_path, begin)
+    trained, _ = begin(Session(tmp_path / "whole", mesh=one()))
+    np.testing.assert_allclose(trained["w"], 1.0, atol=0.1)
+    np.testing.assert_allclose(trained["part"]["m"], -1.0, atol=0.1)
+    names = {entry.name.rsplit(".", 1)[0] for entry in open_safetensors(tmp_path / "whole" / STATE)}
+    kept = {"adamw": "optimizer.1.nu", "adafactor": "optimizer.1.v_row", "lion": "optimizer.1.mu",
+            "prodigy": "optimizer.1.params0"}  # fmt: skip
+    assert any(entry.startswith(kept[name]) for entry in names)
+    assert any(entry.startswith("optimizer.1.nu") for entry in names) == (name == "adamw")
+    plan = replace(plan, optimizer="lion" if name == "adamw" else "adamw")
+    with refused("optimizer"):
+        begin(Session(tmp_path / "whole", mesh=one()))
+
+
+def test_prodigy_wants_a_factor() -> None:
+    with refused("learning_rate"):
+        Plan(1, 1, 1e-4, optimizer="prodigy")
 
 
 # FSDP

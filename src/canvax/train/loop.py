@@ -47,7 +47,7 @@ class Plan(PlanRecord):
         learning_rate: the highest learning rate, after the warm-up.
         warmup: steps of the warm-up; by default a tenth of ``steps``, at most 500.
         final: learning rate at the end of the cosine, as a fraction of the highest (Loshchilov & Hutter 2017).
-        b2: decay of Adam's second moment.
+        b2: decay of Adam's and Prodigy's second moment.
         weight_decay: weight decay of matrices and convolutions only (Loshchilov and Hutter 2019).
         clip: bound on the norm of the gradient.
         average: decay of the moving average of the parameters; 0 for no averaging.
@@ -56,6 +56,9 @@ class Plan(PlanRecord):
         accumulate: batches per update, processed one after the other to save memory; the gradients are averaged.
         rates: top-level key of the parameters -> its learning rate, where it differs.
         minutes: choose ``steps`` to take about this long; measured once, at the beginning of the run.
+        optimizer: "adamw"; "adafactor", whose second moments are small (Shazeer and Stern 2018); "lion", which wants a
+            tenth of the rate and ten times the decay (Chen et al. 2023); or "prodigy" (Mishchenko and Defazio 2023),
+            which finds its rate, of which ``learning_rate`` is a factor, and decays all arrays.
     """
 
     def __post_init__(self) -> None:
@@ -67,6 +70,9 @@ class Plan(PlanRecord):
                 check_setting(PlanRecord, "learning_rate", rate)
             except InputError as error:
                 raise error.about(f"rates[{name!r}]") from None
+        if self.optimizer == "prodigy" and self.learning_rate < 0.1:
+            problem = "is a factor of the rate that Prodigy finds"
+            raise InputError("learning_rate", problem, cure="1 is usual", value=self.learning_rate)
         if self.warmup is None:
             object.__setattr__(self, "warmup", min(500, self.steps // 10))
 
@@ -154,7 +160,7 @@ def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
 
 
 def _optimizer(plan: Plan, steps: int | Array) -> Any:
-    """Return AdamW with the plan's learning rate for a run of ``steps``."""
+    """Return the plan's optimizer with its learning rate for a run of ``steps``."""
     try:
         import optax
     except ImportError as error:
@@ -163,20 +169,28 @@ def _optimizer(plan: Plan, steps: int | Array) -> Any:
     def matrices(params: Params) -> Any:
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
+    def rate_of(step: Any) -> Array:
+        return learning_rate(jnp.asarray(step, jnp.int32), jnp.asarray(steps, jnp.int32), plan)
+
     def rated(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
-        rate = learning_rate(more["step"], jnp.asarray(steps, jnp.int32), plan)
+        rate = 1.0 if prodigy else -rate_of(more["step"])
         shares = {name: plan.rates.get(name, plan.learning_rate) / plan.learning_rate for name in updates}
         return {
-            name: jax.tree.map(lambda change, share=share: -rate * share * change, updates[name])
+            name: jax.tree.map(lambda change, share=share: rate * share * change, updates[name])
             for name, share in shares.items()
         }, state
 
-    return optax.chain(
-        optax.clip_by_global_norm(plan.clip),
-        optax.scale_by_adam(b2=plan.b2),
-        optax.add_decayed_weights(plan.weight_decay, mask=matrices),
-        optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), rated),
-    )
+    decay = optax.add_decayed_weights(plan.weight_decay, mask=matrices)
+    if prodigy := plan.optimizer == "prodigy":  # its estimate needs the rate of each step
+        parts = [optax.contrib.prodigy(rate_of, (0.9, plan.b2), weight_decay=plan.weight_decay)]
+    elif plan.optimizer == "adafactor":
+        parts = [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), decay]
+    elif plan.optimizer == "lion":
+        parts = [optax.scale_by_lion(), decay]
+    else:
+        parts = [optax.scale_by_adam(b2=plan.b2), decay]
+    scale = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), rated)
+    return optax.chain(optax.clip_by_global_norm(plan.clip), *parts, scale)
 
 
 def facts_of(plan: Plan, samples: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from canvax.parallel.memory import available_bytes, free_bytes
 from canvax.parallel.mesh import make_mesh, replicated
 from canvax.params import Params
 from canvax.train.log import Lines, Log, Progress, read_log
-from canvax.train.state import TrainState, check_arrays, load_state, on_host, read_facts, save_state
+from canvax.train.state import TrainState, apart, check_arrays, load_state, on_host, read_facts, save_state
 from canvax.train.step import averaged
 from canvax.types import Array, HostArray
 
@@ -240,9 +240,7 @@ def run_steps(
         if not drawn:
             rows = batch_indices(seed, done, chunk, math.prod(batch), samples).reshape(chunk, *batch)
             return _chunk_of(data, rows, mesh)
-        held = {id(leaf) for leaf in jax.tree.leaves(state)}  # a step overwrites them
-        found = jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in held else leaf, data(done, state))
-        return _placed(found, mesh)
+        return _placed(apart(data(done, state), state), mesh)
 
     programs: dict[Any, Program] = {}
 
@@ -558,7 +556,10 @@ def _compile(step: Step, state: Any, samples: Any, shared: Any, mesh: Mesh, seed
 def differences(path: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return which facts differ from those of a state file, and how."""
     # Compares values as JSON stores them; fields missing in files of earlier versions had these defaults.
-    now, old = json.loads(json.dumps(dict(facts))), {"accumulate": 1, "rates": {}} | read_facts(path)
+    now, old = (
+        json.loads(json.dumps(dict(facts))),
+        {"accumulate": 1, "rates": {}, "optimizer": "adamw"} | read_facts(path),
+    )
     return {name: f"was {old.get(name)}, now {value}" for name, value in now.items() if old.get(name) != value}
 
 

@@ -41,6 +41,12 @@ class TrainState:
     optimizer: Any
 
 
+def apart(tree: Tree, other: Any) -> Tree:
+    """Copy the arrays of a tree that are also in another one, which a step overwrites."""
+    held = {id(leaf) for leaf in jax.tree.leaves(other)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in held else leaf, tree)
+
+
 def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
     """Raise InputError, naming the leaf, if a leaf of a tree is not an array of numbers, or ``trained`` and not of
     floats."""

@@ -14,7 +14,7 @@ from canvax.errors import InputError, check_count, check_function, shown
 from canvax.parallel import fsdp
 from canvax.parallel.multihost import is_spread
 from canvax.params import Params
-from canvax.train.state import TrainState, check_arrays
+from canvax.train.state import TrainState, apart, check_arrays
 from canvax.types import Array
 
 Tree = TypeVar("Tree")
@@ -74,7 +74,8 @@ def make_step(
     def init(params: Params) -> TrainState:
         check_arrays("params", params, trained=True)
         params = _copy(placed(params))
-        return placed(TrainState(jnp.int32(0), params, _copy(params) if average else None, optimizer.init(params)))
+        memory = apart(optimizer.init(params), params)  # Prodigy's begins with the parameters
+        return placed(TrainState(jnp.int32(0), params, _copy(params) if average else None, memory))
 
     def checked(params: Params, samples: Any, shared: Any, key: Array) -> tuple[Array, dict[str, Array]]:
         return _checked(loss(fsdp.gathered(params, mesh) if mesh else params, samples, shared, key))
