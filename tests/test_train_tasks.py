@@ -40,6 +40,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
 from canvax.pipelines.loaded import open_model
 from canvax.quantize import KINDS
+from canvax.samplers.schedule import NoiseSchedule
 from canvax.settings import declared
 from canvax.train import diffusion, dreambooth, low_rank, task
 from canvax.train.controlnet import CONTROL_PLAN, ControlNetTask, train_controlnet
@@ -401,6 +402,38 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     assert not seen
     assert images["previews"].shape == (8, 8, 3)
     assert (tmp_path / "previews" / "0000003.png").is_file()
+
+
+def test_training_times_by_name(model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LossMade(Exception):
+        pass
+
+    def made(*_: Any, focus: Any, **__: Any) -> None:
+        raise LossMade(focus)
+
+    monkeypatch.setattr(task, "denoising_loss", made)
+    for times, focus in {"uniform": None, "logit-normal": (0.0, 1.0)}.items():
+        with pytest.raises(LossMade) as caught:
+            train_lora(training(model, pictures, tmp_path / times, times=times), Lora(rank=2), one())
+        assert caught.value.args == (focus,)
+    with refused("times"):
+        train_lora(training(model, pictures, tmp_path / "shifted", times="shifted"), Lora(rank=2), one())
+
+
+def test_shifted_times_are_those_of_a_run_of_the_size() -> None:
+    schedule = NoiseSchedule.flow(10, size_shift="exponential")
+    networks = SimpleNamespace(tokens=lambda sizes: sizes[0][0] * sizes[0][1] // 256)
+    made: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(schedule=schedule), networks=networks, family=SimpleNamespace(mu=None),
+        defaults=SimpleNamespace(num_inference_steps=50),
+    )  # fmt: skip
+    t = np.arange(1, 11) / 10
+    np.testing.assert_allclose(task._schedule(made, 1024, "uniform").sigmas, t)
+    shift = np.exp(schedule.mu_of(4096))
+    np.testing.assert_allclose(task._schedule(made, 1024, "shifted").sigmas, shift * t / (1 + (shift - 1) * t))
+    made.family.mu = lambda tokens, steps: tokens / steps / 100
+    shift = np.exp(4096 / 50 / 100)
+    np.testing.assert_allclose(task._schedule(made, 1024, "shifted").sigmas, shift * t / (1 + (shift - 1) * t))
 
 
 # Textual inversion

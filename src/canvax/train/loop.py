@@ -56,7 +56,7 @@ class Plan(PlanRecord):
         accumulate: batches per update, processed one after the other to save memory; the gradients are averaged.
         rates: top-level key of the parameters -> its learning rate, where it differs.
         minutes: choose ``steps`` to take about this long; measured once, at the beginning of the run.
-        optimizer: "adamw"; "adafactor", whose second moments are small (Shazeer and Stern 2018); "lion", which wants a
+        optimizer: "adamw"; "adafactor", whose second moments are small (Shazeer and Stern 2018); "lion", which needs a
             tenth of the rate and ten times the decay (Chen et al. 2023); or "prodigy" (Mishchenko and Defazio 2023),
             which finds its rate, of which ``learning_rate`` is a factor, and decays all arrays.
     """

@@ -19,6 +19,7 @@ LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_t
 Layers = Literal["attention", "transformer", "all"]
 Names = Literal["peft", "kohya"]
 Optimizer = Literal["adamw", "adafactor", "lion", "prodigy"]
+Times = Literal["uniform", "logit-normal", "shifted"]
 Learn = Literal["object", "style", "word"]
 
 _MOST_STEPS = 10**8
@@ -102,7 +103,6 @@ class TrainingRecord:
     remat: bool = setting(
         False, "recompute activations: less memory, more time", flags=("--remat", "--gradient-checkpointing"),
     )  # fmt: skip
-    fsdp: bool = setting(False, "split trained weights and moments over the devices")
     dtype: Any = setting(
         None, "dtype of the computation", unset="bfloat16 on GPU and TPU, float32 on the CPU", metavar="DTYPE",
     )  # fmt: skip
@@ -127,6 +127,11 @@ class TrainingRecord:
         flags=("--tensorboard", "--logging-dir"),
     )  # fmt: skip
     loading: Mapping[str, Any] = field(default_factory=dict)
+    times: Times = setting(
+        "uniform", "training times: uniform, logit-normal (more in the middle), or shifted for the size of images",
+        metavar="NAME", flags=("--times", "--timestep-sampling"),
+    )  # fmt: skip
+    fsdp: bool = setting(False, "split trained weights and moments over the devices")
 
 
 _TEXT: dict[str, Any] = {

@@ -32,6 +32,7 @@ from canvax.pipelines.pipeline import Pipeline
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
+from canvax.samplers.schedule import NoiseSchedule
 from canvax.settings import check_all
 from canvax.train import settings
 from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
@@ -70,7 +71,6 @@ class Training(TrainingRecord):
         empty: fraction of empty captions.
         unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
         remat: recompute activations in the backward pass, which takes less memory but more time.
-        fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
         dtype: dtype of the computation, not float16; by default bfloat16 on GPU and TPU, float32 on the CPU.
         quantize: "int8" or "float8" to keep the large weights of the frozen denoiser in 8 bits, for a LoRA (QLoRA,
             Dettmers et al. 2023); blocks are then recomputed as with ``remat``.
@@ -80,6 +80,9 @@ class Training(TrainingRecord):
             result (``numbered``); None to save only the result.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
         loading: further arguments of ``canvax.load``: where files come from, ``prediction_type`` and ``scheduler``.
+        times: distribution of the training times: "uniform"; "logit-normal" (Esser et al. 2024, section 3.1); or
+            "shifted" as at inference, for flow models whose times depend on the image size.
+        fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
     """
 
     plan: Plan = PLAN
@@ -288,8 +291,9 @@ def train(
     loss = denoising_loss(
         model.text if kept is None else None,
         model.unet if unet else model.networks.denoiser,
-        model.scheduler.schedule,
+        _schedule(model, size, training.times),
         gamma=training.gamma,
+        focus=(0.0, 1.0) if training.times == "logit-normal" else None,
         empty=training.empty,
         dtype=dtype,
         remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
@@ -331,8 +335,18 @@ def train(
 def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     """Return settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
+    same |= {"times": training.times} if training.times != "uniform" else {}  # files of earlier versions have none
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
+
+
+def _schedule(model: Model, size: int, times: str) -> NoiseSchedule:
+    """Return the schedule of the training times of square images."""
+    schedule = model.scheduler.schedule
+    if times != "shifted":
+        return schedule
+    tokens, mu = model.networks.tokens([(size, size)]), model.family.mu
+    return schedule.with_mu(mu(tokens, model.defaults.num_inference_steps) if mu else schedule.mu_of(tokens))
 
 
 def numbered(target: Path, step: int) -> Path:
@@ -367,6 +381,9 @@ def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
             "leave it out, or train a LoRA",
         )
         raise InputError("quantize", problem, cure=cure, value=training.quantize)
+    if training.times == "shifted" and not schedule.size_shift:
+        problem = f"is for flow models whose times depend on the image size, and {model.name} is none"
+        raise InputError("times", problem, cure="leave it out", value="shifted")
     if training.gamma is not None and schedule.is_flow:
         raise InputError("gamma", f"is not for {model.name}, a flow model", cure="leave it out", value=training.gamma)
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
