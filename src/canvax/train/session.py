@@ -222,9 +222,9 @@ def run_steps(
         data = _on_host(data, samples)
         for number in batch:
             check_count("batch", number)
+        _check_step(step, state, _abstract(data, *batch), shared)
         if batch[-1] % mesh.shape["data"] and jax.tree.leaves(data):
             raise InputError("batch", f"cannot be split over {mesh.shape['data']} devices", value=batch[-1])
-        _check_step(step, state, _abstract(data, *batch), shared)
     state, shared = _placed(state, mesh), _placed(shared, mesh)
     done = 0
     if path and path.is_file():
