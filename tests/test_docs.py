@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -99,6 +100,18 @@ def test_tutorials(page: str, emoji: canvax.Pipeline, monkeypatch: pytest.Monkey
         exec(block, names)
     images = [value for value in names.values() if isinstance(value, canvax.Result | Image.Image)]
     assert len(images) >= 2 - (page == "guidance")
+
+
+def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every block runs; the trained numbers are those of the data."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    first, second = blocks(ROOT / "docs" / "training.md")
+    with jax.numpy_rank_promotion("allow"):
+        exec(first, names)
+        np.testing.assert_allclose(names["trained"]["w"], range(8), atol=0.05)
+        exec(second, names)
+    np.testing.assert_allclose(names["state"]["maker"].params["mean"], 3, atol=0.3)
 
 
 @pytest.mark.slow
