@@ -1,0 +1,407 @@
+"""Anima (CircleStone Labs 2026): Cosmos-Predict2's transformer (NVIDIA 2025) for one frame, and its adapter of texts.
+
+``CosmosTransformer3DModel`` and ``AnimaTextConditioner`` as pure functions. Blocks have self-attention of the image,
+cross-attention to the text and a feed-forward, each with a modulation of low rank. The text has a row for each token of
+T5's tokenizer: the adapter embeds these and attends to the last state of Qwen3-0.6B. T5 itself is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.errors import CheckpointError
+from canvax.kernels.attention import attention
+from canvax.kernels.outline import outlined, scope
+from canvax.models.configs import Config, Count, Factor, Ids, Layers
+from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
+from canvax.models.dit import (
+    Rope,
+    attend,
+    grid_ids,
+    layer_norm,
+    modulated,
+    qk_norm_spec,
+    queries_keys_values,
+    rms_norm,
+    rms_norm_spec,
+    rotary_embedding,
+    rotate,
+    self_attention_spec,
+    sinusoids,
+)
+from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders, TextInputs
+from canvax.nn import embedding, embedding_spec, gelu, linear, linear_spec
+from canvax.params import Axis, Params, Spec, whole
+from canvax.quantize import compute_dtype
+from canvax.types import Array, DType, HostArray
+
+ADAPTER = "text_conditioner"
+"""Component of the adapter of texts."""
+
+EPS, QK_EPS = 1e-6, 1e-5
+"""Epsilons of all normalisations, and of those of the transformer's queries and keys."""
+
+THETA = 1e4
+"""Base of the frequencies of rotary positions."""
+
+
+@dataclass(frozen=True)
+class CosmosConfig(Config):
+    """``CosmosTransformer3DModel``: names are those of the diffusers config, defaults are Anima's."""
+
+    CLASS: ClassVar[str] = "CosmosTransformer3DModel"
+
+    in_channels: Count = 16
+    out_channels: Count = 16
+    num_attention_heads: Count = 16
+    attention_head_dim: Count = 128
+    num_layers: Layers = 28
+    mlp_ratio: Factor = 4.0
+    text_embed_dim: Count = 1024
+    adaln_lora_dim: Count = 256
+    rope_scale: tuple[Factor, ...] = (1.0, 4.0, 4.0)
+    concat_padding_mask: bool = True
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": ((1, 2, 2),)}
+    # The largest size, and sizes of inputs that are off: other fields turn them on.
+    IGNORED: ClassVar[frozenset[str]] = frozenset({
+        "max_size", "crossattn_proj_in_channels", "encoder_hidden_states_channels", "img_context_num_tokens",
+        "img_context_dim_out",
+    })  # fmt: skip
+
+    def __post_init__(self) -> None:
+        faults = [f"{self.in_channels} channels in, {self.out_channels} out"] * (self.in_channels != self.out_channels)
+        if len(self.rope_scale) != 3:
+            faults.append(f"rope_scale of {len(self.rope_scale)} axes")
+        if self.attention_head_dim % 2 or self.attention_head_dim < 24:
+            faults.append(f"attention_head_dim {self.attention_head_dim}")
+        if faults:
+            raise CheckpointError("CosmosConfig does not support " + "; ".join(faults))
+
+    @property
+    def dim(self) -> int:
+        """Width of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Config):
+    """``AnimaTextConditioner``: names and defaults are those of the diffusers config."""
+
+    CLASS: ClassVar[str] = "AnimaTextConditioner"
+
+    source_dim: Count = 1024
+    target_dim: Count = 1024
+    model_dim: Count = 1024
+    num_layers: Layers = 6
+    num_attention_heads: Count = 16
+    mlp_ratio: Factor = 4.0
+    target_vocab_size: Ids = 32128
+    use_self_attention: bool = True
+    min_sequence_length: Count = 512
+
+    def __post_init__(self) -> None:
+        if not self.use_self_attention or self.model_dim % (2 * self.num_attention_heads):
+            raise CheckpointError(
+                f"AdapterConfig does not support use_self_attention={self.use_self_attention} with "
+                f"{self.num_attention_heads} heads of width {self.model_dim}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that have an embedding."""
+        return self.target_vocab_size
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.model_dim // self.num_attention_heads
+
+
+def cosmos_spec(cfg: CosmosConfig) -> Spec:
+    """Declare the transformer's parameters; none is a bias."""
+    width, inner, rank = cfg.dim, int(cfg.dim * cfg.mlp_ratio), cfg.adaln_lora_dim
+    line, heads = partial(linear_spec, bias=False), Axis("heads", cfg.num_attention_heads)
+
+    def modulation(count: int) -> Spec:
+        return whole({"linear_1": line(width, rank), "linear_2": line(rank, count * width)})
+
+    attention = self_attention_spec(width, cfg.num_attention_heads, cfg.attention_head_dim)
+    block: Spec = {
+        **{f"norm{i}": modulation(3) for i in (1, 2, 3)},
+        "attn1": attention,
+        "attn2": attention | {name: line(cfg.text_embed_dim, width, ("embed", heads)) for name in ("to_k", "to_v")},
+        "ff": {"net": {
+            "0": {"proj": line(width, inner, ("embed", "mlp"))},
+            "2": line(inner, width, ("mlp", "embed")),
+        }},
+    }  # fmt: skip
+    return {
+        "patch_embed": {"proj": whole(line(4 * (cfg.in_channels + cfg.concat_padding_mask), width))},
+        "time_embed": whole({
+            "t_embedder": {"linear_1": line(width, width), "linear_2": line(width, 3 * width)},
+            "norm": rms_norm_spec(width),
+        }),
+        "transformer_blocks": {str(i): block for i in range(cfg.num_layers)},
+        "norm_out": modulation(2),
+        "proj_out": whole(line(width, 4 * cfg.out_channels)),
+    }  # fmt: skip
+
+
+def adapter_spec(cfg: AdapterConfig) -> Spec:
+    """Declare the adapter's parameters."""
+    width, inner, heads = cfg.model_dim, int(cfg.model_dim * cfg.mlp_ratio), Axis("heads", cfg.num_attention_heads)
+
+    def attention(source: int) -> Spec:
+        inputs = {"q_proj": width, "k_proj": source, "v_proj": source}
+        return {
+            **{name: linear_spec(size, width, ("embed", heads), bias=False) for name, size in inputs.items()},
+            "o_proj": linear_spec(width, width, (heads, "embed"), bias=False),
+            **qk_norm_spec(cfg.head_dim, ("q_norm", "k_norm")),
+        }
+
+    block: Spec = {
+        **{f"norm_{part}": rms_norm_spec(width) for part in ("self_attn", "cross_attn", "mlp")},
+        "self_attn": attention(width),
+        "cross_attn": attention(cfg.source_dim),
+        "mlp": {
+            "0": linear_spec(width, inner, ("embed", "mlp")),
+            "2": linear_spec(inner, width, ("mlp", "embed")),
+        },
+    }
+    return {
+        "embed": embedding_spec(cfg.target_vocab_size, cfg.target_dim),
+        **({"in_proj": linear_spec(cfg.target_dim, width)} if width != cfg.target_dim else {}),
+        "blocks": {str(i): block for i in range(cfg.num_layers)},
+        "out_proj": linear_spec(width, cfg.target_dim),
+        "norm": rms_norm_spec(cfg.target_dim),
+    }
+
+
+def adapter(p: Params, source: Array, source_lengths: Array, ids: Array, lengths: Array, cfg: AdapterConfig) -> Array:
+    """Map a text to the rows that the transformer reads.
+
+    Args:
+        p: parameters as declared by ``adapter_spec``.
+        source: states of the language model [B, S, ``source_dim``].
+        source_lengths: rows of it without padding, int32 [B]; for 0 the adapter reads no state.
+        ids: ids of T5's tokenizer [B, T].
+        lengths: those without padding, int32 [B]; the rows after them are 0.
+        cfg: the config.
+
+    Returns:
+        [B, T, ``target_dim``].
+    """
+    source = jnp.where((jnp.arange(source.shape[1])[None] < source_lengths[:, None])[..., None], source, 0)
+    source_lengths, at_least_one = jnp.maximum(source_lengths, 1), jnp.maximum(lengths, 1)
+    ropes = tuple(
+        rotary_embedding(jnp.arange(tokens)[None, :, None], (cfg.head_dim,), THETA)
+        for tokens in (ids.shape[1], source.shape[1])
+    )
+    h = embedding(p["embed"], ids).astype(source.dtype)
+    h = linear(p["in_proj"], h) if "in_proj" in p else h
+    with scope("text_conditioner"):
+        for i in range(cfg.num_layers):
+            h = _adapter_block(
+                p["blocks"][str(i)], h, source, ropes, at_least_one, source_lengths, cfg=cfg, where=f"blocks.{i}"
+            )
+    h = rms_norm(p["norm"], linear(p["out_proj"], h), eps=EPS)
+    return jnp.where((jnp.arange(ids.shape[1])[None] < lengths[:, None])[..., None], h, 0)
+
+
+@outlined
+def _adapter_block(
+    p: Params, x: Array, source: Array, ropes: tuple[Rope, ...], lengths: Array, source_lengths: Array,
+    *, cfg: AdapterConfig,
+) -> Array:  # fmt: skip
+    """Apply self-attention [B, T, D], cross-attention to ``source`` [B, S, C] and a feed-forward."""
+    own, others = ropes
+
+    def attended(a: Params, h: Array, keys: Array, rope: Rope, lengths: Array) -> Array:
+        q, k, v = (
+            linear(a[name], part).reshape(*part.shape[:2], -1, cfg.head_dim)
+            for name, part in (("q_proj", h), ("k_proj", keys), ("v_proj", keys))
+        )
+        q, k = rms_norm(a["q_norm"], q, eps=EPS), rms_norm(a["k_norm"], k, eps=EPS)
+        y = attention(rotate(q, own), rotate(k, rope), v, lengths=lengths)
+        return linear(a["o_proj"], y.reshape(*h.shape[:2], -1))
+
+    h = rms_norm(p["norm_self_attn"], x, eps=EPS)
+    x = x + attended(p["self_attn"], h, h, own, lengths)
+    x = x + attended(p["cross_attn"], rms_norm(p["norm_cross_attn"], x, eps=EPS), source, others, source_lengths)
+    h = rms_norm(p["norm_mlp"], x, eps=EPS)
+    return x + linear(p["mlp"]["2"], gelu(linear(p["mlp"]["0"], h)))
+
+
+class CosmosContext(NamedTuple):
+    """Inputs of the transformer besides the image; they are the same in all steps.
+
+    Attributes:
+        text: [B, S, ``text_embed_dim``], all of which is read.
+        rope: positions of the image.
+    """
+
+    text: Array
+    rope: Rope
+
+
+def positions(tokens: int, width: Array, cfg: CosmosConfig) -> Rope:
+    """Compute the positions of an image of ``tokens`` that is ``width`` [B] tokens wide.
+
+    ``rope_scale`` stretches the lowest frequency of an axis by a factor, and the others less.
+    """
+    row, column = grid_ids(tokens, width)
+    side = cfg.attention_head_dim // 6 * 2
+    sizes = cfg.attention_head_dim - 2 * side, side, side
+    ropes = [
+        rotary_embedding(ids[..., None], (size,), THETA * scale ** (size / (size - 2)))
+        for ids, size, scale in zip((jnp.zeros_like(row), row, column), sizes, cfg.rope_scale, strict=True)
+    ]
+    return Rope(*(jnp.concatenate(parts, axis=-1) for parts in zip(*ropes, strict=True)))
+
+
+def cosmos(p: Params, x: Array, timestep: Array, context: CosmosContext, cfg: CosmosConfig) -> Array:
+    """Predict the velocity (noise minus image) of noisy latents.
+
+    Args:
+        p: parameters as declared by ``cosmos_spec``.
+        x: latents as tokens [B, L, 4 ``in_channels``], from ``pack`` with channels first, in the dtype to compute in.
+        timestep: [B], 1000 for noise and 0 for an image.
+        context: text and positions.
+        cfg: the config.
+
+    Returns:
+        [B, L, 4 ``out_channels``].
+    """
+    features = sinusoids(timestep / 1000, cfg.dim).astype(x.dtype)
+    embedder = p["time_embed"]["t_embedder"]
+    shared = linear(embedder["linear_2"], jax.nn.silu(linear(embedder["linear_1"], features)))[:, None]
+    time = jax.nn.silu(rms_norm(p["time_embed"]["norm"], features, eps=EPS))[:, None]
+    # The mask of padding, which is the last channel, is 0 everywhere.
+    h = linear(p["patch_embed"]["proj"], jnp.pad(x, ((0, 0), (0, 0), (0, 4 * cfg.concat_padding_mask))))
+    for i in range(cfg.num_layers):
+        block = p["transformer_blocks"][str(i)]
+        h = _block(block, h, time, shared, context, where=f"transformer_blocks.{i}")
+    shift, scale = _modulation(p["norm_out"], time, shared, 2)
+    h = linear(p["proj_out"], modulated(layer_norm(h, eps=EPS), shift, scale))
+    # The transformer writes the features of a token in the order (row, column, channel).
+    return h.reshape(*h.shape[:2], 4, cfg.out_channels).swapaxes(2, 3).reshape(h.shape)
+
+
+def _modulation(p: Params, time: Array, shared: Array, count: int) -> tuple[Array, ...]:
+    """Return shift, scale and, for ``count`` 3, gate, each [B, 1, D]."""
+    parts = jnp.split(shared, 3, axis=-1)[:count]
+    own = jnp.split(linear(p["linear_2"], linear(p["linear_1"], time)), count, axis=-1)
+    return tuple(mine + part for mine, part in zip(own, parts, strict=True))
+
+
+@outlined
+def _block(p: Params, x: Array, time: Array, shared: Array, context: CosmosContext) -> Array:
+    """Apply self-attention [B, L, D], cross-attention to the text and a feed-forward."""
+    shift, scale, gate = _modulation(p["norm1"], time, shared, 3)
+    qkv = queries_keys_values(p["attn1"], modulated(layer_norm(x, eps=EPS), shift, scale), eps=QK_EPS)
+    x = x + gate * linear(p["attn1"]["to_out"]["0"], attend(*qkv, context.rope))
+    shift, scale, gate = _modulation(p["norm2"], time, shared, 3)
+    a, head_dim = p["attn2"], context.rope.cos.shape[-1] * 2
+    h = modulated(layer_norm(x, eps=EPS), shift, scale)
+    q, k, v = (
+        linear(a[name], part).reshape(*part.shape[:2], -1, head_dim)
+        for name, part in (("to_q", h), ("to_k", context.text), ("to_v", context.text))
+    )
+    y = attend(rms_norm(a["norm_q"], q, eps=QK_EPS), rms_norm(a["norm_k"], k, eps=QK_EPS), v, None)
+    x = x + gate * linear(a["to_out"]["0"], y)
+    shift, scale, gate = _modulation(p["norm3"], time, shared, 3)
+    h = linear(p["ff"]["net"]["0"]["proj"], modulated(layer_norm(x, eps=EPS), shift, scale))
+    return x + gate * linear(p["ff"]["net"]["2"], gelu(h))
+
+
+@dataclass(frozen=True)
+class TextAdapter(TextEncoder):
+    """The adapter as a text encoder, which also reads the output of the language model.
+
+    Attributes:
+        cfg: its config.
+    """
+
+    cfg: AdapterConfig
+    component = ADAPTER
+    tokenizer = "t5_tokenizer"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (self.cfg.min_sequence_length,)
+
+    @property
+    def spec(self) -> Spec:
+        return adapter_spec(self.cfg)
+
+    def inputs(self, length: int) -> Shapes:
+        return super().inputs(length) | {"length": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def outputs(self, length: int, dtype: DType) -> Shapes:
+        return {"text": jax.ShapeDtypeStruct((length, self.cfg.target_dim), dtype)}
+
+    def read(
+        self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
+    ) -> dict[str, HostArray]:
+        lengths = [len(tokenizer.ids(text)) for text in texts]
+        return super().read(tokenizer, texts, length, images) | {"length": np.array(lengths, np.int32)}
+
+    def encode(self, p: Params, ids: Array, length: Array, source: Conditions) -> Conditions:
+        """Encode prompts: ids [B, T], of which the first ``length`` [B] are the prompt, with ``source`` of it."""
+        return {"text": adapter(p, source["text"], source["length"], ids, length, self.cfg)}
+
+
+class AnimaText(TextEncoders):
+    """A language model, and the adapter that reads its output."""
+
+    def encode(self, p: Params, inputs: TextInputs) -> tuple[Conditions, ...]:
+        first, second = self.encoders
+        source = first.encode(p[first.component], **inputs[first.component])
+        source["text"] = source["text"].astype(compute_dtype(p[second.component]))
+        return source, second.encode(p[second.component], **inputs[second.component], source=source)
+
+    def join(self, outputs: Sequence[Any]) -> Any:
+        return outputs[-1]
+
+    def is_lengthened(self, lengths: Sequence[int]) -> bool:
+        return True  # all texts have the same number of rows
+
+
+@dataclass(frozen=True)
+class CosmosDenoiser(Denoiser):
+    """The transformer in the loop; it predicts the velocity of a flow.
+
+    Attributes:
+        cfg: its config.
+        turbo: it was distilled to few steps without guidance.
+    """
+
+    cfg: CosmosConfig
+    turbo: bool = False
+
+    @property
+    def component(self) -> str:
+        return "transformer"
+
+    @property
+    def spec(self) -> Spec:
+        return cosmos_spec(self.cfg)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(native_size=(128, 128), packing=Packing(2, channels_first=True))
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> CosmosContext:
+        rope = positions(latents[2], conditions[COLUMNS], self.cfg)
+        return CosmosContext(conditions["text"].astype(compute_dtype(p)), rope)
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: CosmosContext, memory: Any) -> tuple[Array, Any]:
+        return cosmos(p, x[:, 0].astype(compute_dtype(p)), row["timestep"], prepared, self.cfg)[:, None], memory
