@@ -1095,13 +1095,17 @@ class Files:
         self.folder = self.record.build(into / "folder", **self.record.how, released=True)
         self.parts = ("transformer", "text_encoder", "vae", "text_encoder_2")[: len(self.record.files)]
         found = {part: arrays_of(self.folder, part) for part in self.parts}
+        if name == "anima":
+            self.parts = (*self.parts, "text_conditioner")
+            inside = arrays_of(self.folder, "text_conditioner").items()
+            found["transformer"] |= {f"llm_adapter.{name}": array for name, array in inside}
         shutil.copytree(self.folder / self.record.words, into / "words")
         model, text, vae, *more = (into / f"{name}.safetensors" for name in self.record.files)
         self.files = {
             "model": write(model, self.record.original(found["transformer"])),
             "text_encoder": write(text, self.record.text(found["text_encoder"])),
             "vae": write(vae, self.record.vae(found["vae"])),
-            **{part: write(path, found[part]) for part, path in zip(self.parts[3:], more, strict=True)},
+            **{part: write(path, found[part]) for part, path in zip(self.parts[3:], more, strict=False)},
             "tokenizer": into / "words",
         }
         self.wanted = load(self.folder)

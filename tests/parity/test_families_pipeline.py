@@ -123,6 +123,8 @@ def assert_other(got: Any, want: Any, most: float = 40) -> None:
     ("flux-kontext", 2.0, 64, 32, 4, {"guidance_scale": 3.5}),
     ("flux-fill", 30.0, 48, 80, 4, {"guidance_scale": 3.5}),
     ("chroma", 3.0, 48, 80, 5, {"guidance_scale": 1.0}),
+    ("anima", 3.0, 48, 80, 5, {"guidance_scale": 1.0}),
+    ("anima", 1.0, 64, 32, 4, {"guidance_scale": 2.0}),
 ], indirect=["model"])  # fmt: skip
 def test_same_picture(
     model: Model, guidance: float | None, height: int, width: int, steps: int, more: dict[str, Any]
@@ -145,7 +147,7 @@ FLUX1 = ("flux-schnell", "flux-dev", "flux-kontext", "flux-fill")
 
 
 @over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo", "chroma",
-      *FLUX1)  # fmt: skip
+      "anima", *FLUX1)  # fmt: skip
 def test_defaults(model: Model) -> None:
     """A distilled model has no second evaluation, the other one is guided away from the empty prompt."""
     ours, distilled = model.ours.model, model.record.distilled
@@ -164,14 +166,14 @@ def shift_of(model: Model, tokens: int, steps: int) -> float:
     from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
 
     return {
-        "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
+        "z-image": lambda: 3.0, "anima": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
         "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
         "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)), "flux-schnell": lambda: 1.0,
         "flux-dev": lambda: np.exp(calculate_shift(tokens, 10, 64)),
     }[model.name]()  # fmt: skip
 
 
-@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev")
+@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev", "anima")
 def test_the_shift_belongs_to_the_model(model: Model) -> None:
     """Every sampler has it, and it follows the size where the reference's does."""
     for height, width in ((48, 80), (64, 32)):
@@ -183,7 +185,7 @@ def test_the_shift_belongs_to_the_model(model: Model) -> None:
             np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
 
 
-@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma")
+@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma", "anima")
 def test_nothing_compiles_twice(model: Model) -> None:
     """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
     usual = {"guidance_scale": 2.0, "options": None, "progress": False, **model.small}
@@ -203,7 +205,7 @@ def test_nothing_compiles_twice(model: Model) -> None:
     assert caught.value.argument == "prompt"
 
 
-@over("krea2", "qwen", slow=["z-image", "flux2-base"])
+@over("krea2", "qwen", slow=["z-image", "flux2-base", "anima"])
 def test_sizes_of_as_many_tokens_share_the_denoiser(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as 48 x 80, 80 x 48 and 16 x 240 pixels; each size has a decoder of its own."""
     pipe, made = model.loaded(), list[str]()
@@ -236,6 +238,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("krea2", REFUSED),
     ("qwen", REFUSED),
     ("chroma", REFUSED),
+    ("anima", REFUSED),
     ("flux-dev", [
         *(entry for entry in REFUSED if entry[0] != "prompt_2"),
         ("guidance_interval", {"guidance_interval": (0.2, 0.8)}),
@@ -267,13 +270,13 @@ def adapted(models: Callable[[str], Model]) -> Callable[[str], Any]:
 def unguided(model: Model) -> dict[str, Any]:
     """One evaluation a step; with a reference where there are layers for one."""
     asked: dict[str, Any] = {"num_inference_steps": 2}
-    asked |= {"guidance_scale": 0.0} if model.record.factor == 8 else {}
+    asked |= {"guidance_scale": 1.0 if model.name == "anima" else 0.0} if model.record.factor == 8 else {}
     return asked | ({"image": ONE} if model.name == "flux3" else {})
 
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
     pytest.param(name, spelling, beside, marks=[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")))
-    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma")
+    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma", "anima")
     for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
     if (name, beside) != ("flux3", True)
 ], indirect=["model"])  # fmt: skip
@@ -313,7 +316,7 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "axes"), [
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
-    ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}),
+    ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}), ("anima", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
@@ -324,7 +327,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
-    ("flux-dev", "float32", 40),
+    ("flux-dev", "float32", 40), ("anima", "float32", 40),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
@@ -344,6 +347,7 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
 @pytest.mark.parametrize(("model", "together", "asks", "shared"), [
     pytest.param("z-image", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=WEEKLY),
     pytest.param("krea2", 2, [GUIDED, PLAIN], FROM_IMAGE, marks=WEEKLY),
+    pytest.param("anima", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
     pytest.param("qwen", 2, [{**GUIDED, "guidance_scale": 1.0}, PLAIN], FROM_IMAGE, marks=SLOW),
     pytest.param("flux2", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
