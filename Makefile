@@ -1,8 +1,8 @@
 # Two commands for a newcomer:
 #   make demo        draw pictures with the model in the package
-#   make test        run the tests: ten minutes on two cores
+#   make test        run the tests: five minutes on two cores
 # Both make their own .venv. PYTHON chooses the interpreter: make demo PYTHON=python3.13
-# Before a merge: make test-all, forty minutes. Each week: make test-weekly, the tests that take longest.
+# Before a merge: make test-all, twenty minutes. Each week: make test-weekly, the tests that take longest.
 
 PYTHON ?= python3
 # The parity tests compare with PyTorch diffusers; `make test REFERENCE=no` leaves it out and skips them. With yes, a
@@ -24,9 +24,10 @@ endif
 EXECUTABLE := -c 'import sys; print(sys.executable)' 2>/dev/null
 NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13 2>/dev/null) python3.13 $(EXECUTABLE))
 
-# Two processes: most of the time is XLA compiling, on one processor each. A file stays in one of them, which makes its
-# models once.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Most of the time is XLA compiling, on one processor each. The server's tests also wait, so that there is one process
+# more than two cores. A file stays in one process, which makes its models once.
+WORKERS ?= 3
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all test-slow test-weekly test-bad test-page fuzz test-newest test-tpu test-wheel test-ray lint docs parity bench emoji-model clean
 
@@ -38,13 +39,12 @@ test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
 # The linters and the documentation, side by side, since each uses one processor, while the other environments are downloaded;
-# the same tests and the slow ones; the browser; the newest Python and JAX; the TPU's compiler. Each ends with its own
-# count.
+# the same tests and the slow ones; side by side again the browser, which waits, and the newest Python and JAX; the TPU's
+# compiler. Each ends with its own count.
 test-all: .venv/test-$(REFERENCE) .venv/docs
 	$(MAKE) -j 4 lint docs .venv-page/test $(if $(NEWEST),.venv-newest/test)
 	$(MAKE) test-slow
-	$(MAKE) test-page
-	$(MAKE) test-newest
+	$(MAKE) -j 2 --output-sync=target test-page test-newest
 	$(MAKE) test-tpu
 
 # The ordinary, the bad and the slow tests.
@@ -69,11 +69,10 @@ test-page: .venv-page/test
 fuzz: .venv/test-$(REFERENCE)
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-1200} $(BIN)/python -m pytest tests/test_fuzz.py -m ""
 
-# Each use of JAX, numpy, Pillow and tokenizers once, and of Python what changes: kernels, models, samplers, programs and
-# their cache, meshes, noise, files, the command line, a server, training, several processes in one run. Each week,
-# .github/workflows runs all ordinary tests on that Python.
-NEW := attention batch cache cli cli_process defaults devices golden images kernels layers new_family noise norms pipeline \
-	plan prompts sampler_programs samplers server_app settings step_noise tokenizer training transformer_models weights
+# What a new Python or JAX breaks first: the command line in a process, kernels, sharding, stored programs, several
+# processes in one run. .github/workflows runs all ordinary tests on that Python for each change, and with JAX of the
+# night each week.
+NEW := cache cli_process devices kernels sampler_programs
 NEWEST_PYTHON := REFERENCE=no .venv-newest/bin/python
 test-newest:
 	$(if $(NEWEST),$(MAKE) .venv-newest/test,@echo "no python3.13 here: not tested with the newest Python and JAX")
@@ -115,7 +114,7 @@ bench: .venv/test-yes
 	$(BIN)/python -m benchmarks vae --model sd15 --against torch
 
 # The model in the package, from raw npm packages to the finished folder: minutes on a GPU, many hours on a CPU. Stop it
-# as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see docs/emoji-model.md.
+# as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see recipes/emoji/README.md.
 emoji-model: .venv/train out/emoji.zip
 	$(BIN)/python -m recipes.emoji train out/emoji.zip --output out/emoji-model $(TRAIN)
 	$(BIN)/python -m recipes.emoji quality --data out/emoji.zip --model out/emoji-model/model --output out/emoji-quality

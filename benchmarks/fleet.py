@@ -100,7 +100,7 @@ def limits(_: argparse.Namespace) -> None:
                 StubEngine(metrics=metrics, journal=journal), Settings(), state=lambda: State.READY, metrics=metrics
             )
             due = requests(1.0, 1000.0, clients=1, seed=0, mix=MIXES["alike"])
-            with served(app, named=False) as base:
+            with served(app) as base:
                 answers = asyncio.run(closed_loop(base, due, 8, 10.0))
             print(f"{name}: {sum(one.status == 200 for one in answers) / 10:.0f} answers a second, client included")
 

@@ -14,7 +14,7 @@ model, controlnet, photo, prompt = sys.argv[1:]
 
 pipe = canvax.load(model, controlnet=controlnet)
 edges = control_map("canny", Image.open(photo).convert("RGB"))
-# How strong the control is and when it ends are data: nothing compiles for other values.
+# The control's strength and end never recompile.
 for scale, end in ((1.0, 1.0), (0.6, 1.0), (1.0, 0.5)):
     result = pipe(prompt, control=edges, control_scale=scale, control_end=end, seed=1)
     print(*result.save("out"), sep="\n")

@@ -7,7 +7,7 @@ import canvax
 pipe = canvax.load("emoji")
 lemon, apple = pipe(["a lemon", "a red apple"], seed=[3, 1]).images
 
-# Image to image. The strength says how much may change. It is data, so only the first call compiles.
+# Image to image. The strength is the amount of change. It never recompiles, so only the first call compiles.
 tangerines = [pipe("a tangerine", image=lemon, strength=strength, seed=1) for strength in (0.3, 0.5, 0.7, 0.9)]
 
 # Inpainting. White parts of the mask are generated, black parts stay.

@@ -1,6 +1,6 @@
 """Generate one batch on all devices: python examples/several_devices.py
 
-Without a TPU or several GPUs, the processor can stand for eight devices:
+Without a TPU or several GPUs, the processor can act as eight devices:
 XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu python examples/several_devices.py
 """
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -35,6 +34,7 @@ from tests.support.adapter_files import (
     write,
 )
 from tests.support.checkpoints import BFLOAT16
+from tests.support.drawing import one_device
 from tests.support.small_checkpoint import write_small_checkpoint
 from tests.support.small_sdxl import build
 
@@ -50,7 +50,7 @@ def sd(small: canvax.Pipeline) -> canvax.Pipeline:
 
 @pytest.fixture(scope="module")
 def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
-    return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=canvax.make_mesh(jax.devices()[:1]))
+    return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=one_device())
 
 
 def leaves(pipe: canvax.Pipeline) -> dict[str, np.ndarray]:
@@ -394,9 +394,7 @@ def test_parameters_of_the_users_own_are_the_new_base(sd: canvax.Pipeline, tmp_p
 
 
 def test_an_overflow_changes_nothing(tmp_path: Path) -> None:
-    pipe = canvax.load(
-        write_small_checkpoint(tmp_path / "m"), dtype="float16", mesh=canvax.make_mesh(jax.devices()[:1])
-    )
+    pipe = canvax.load(write_small_checkpoint(tmp_path / "m"), dtype="float16", mesh=one_device())
     before = leaves(pipe)
     file, _ = small(pipe, tmp_path / "a.safetensors")
     arrays = {name: np.full_like(array, 300) for name, array in load_file(file).items()}
@@ -411,7 +409,7 @@ def test_an_overflow_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["int8", "float8", "int8-w8a8"])
 def test_weights_of_8_bits(kind: str, tmp_path: Path) -> None:
     """They are rounded once more, from what they stand for; without adapters the very bits are back."""
-    pipe = canvax.load(write_small_checkpoint(tmp_path / "m"), quantize=kind, mesh=canvax.make_mesh(jax.devices()[:1]))
+    pipe = canvax.load(write_small_checkpoint(tmp_path / "m"), quantize=kind, mesh=one_device())
     before = leaves(pipe)
     file, deltas = small(pipe, tmp_path / "a.safetensors")
     pipe.adapters.load("a", file)

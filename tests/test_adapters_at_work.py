@@ -22,6 +22,7 @@ from canvax.parallel.place import HOST
 from canvax.pipelines.adapter_files import file_of
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
+from tests.support.drawing import one_device
 from tests.support.refusals import refused
 from tests.support.small_sdxl import build
 
@@ -235,7 +236,7 @@ def test_a_word_is_never_cut(sd: canvax.Pipeline, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
-    return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=canvax.make_mesh(jax.devices()[:1]))
+    return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=one_device())
 
 
 def test_both_encoders_of_sdxl(xl: canvax.Pipeline, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from canvax.pipelines.adapters import Adapters
 from canvax.pipelines.slots import Bank
 from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
 from tests.support.control_files import controlnet
+from tests.support.drawing import one_device
 from tests.support.refusals import refused
 from tests.support.small_sdxl import build
 
@@ -374,7 +375,7 @@ def test_split_and_quantised_weights(form: str, folder: Path, loras: Path, sd: c
 
 @pytest.mark.weekly
 def test_both_encoders_of_sdxl(tmp_path: Path) -> None:
-    pipe = canvax.load(build(tmp_path / "xl"), mesh=canvax.make_mesh(jax.devices()[:1]))
+    pipe = canvax.load(build(tmp_path / "xl"), mesh=one_device())
     ink = adapter(tmp_path / "ink.safetensors", pipe, 0)
     own: list[Any] = [{"text_encoder": 1, "text_encoder_2": 0, "unet": 0.5}, {"text_encoder_2": 0.7, "unet": 0}]
     merged = []

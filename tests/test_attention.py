@@ -18,6 +18,7 @@ from canvax.kernels import gpu
 from canvax.kernels.attention import attention, plain_attention, using
 from canvax.kernels.target import compiling_for
 from canvax.kernels.tpu import key_block
+from canvax.models.dit import attend_in_order
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh
 from tests.support.random_numbers import rng
@@ -201,3 +202,16 @@ def test_a_form_of_ones_own(emoji: canvax.Pipeline, tmp_path: Path, monkeypatch:
 
 def unchanged(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
     return attention(q, k, v, **terms)
+
+
+def test_attention_in_order() -> None:
+    """A few queries at a time are the same as all at once: a triangle, in which tokens of an image are one."""
+    tokens, width = 37, 8
+    q, k, v = normal(BATCH, tokens, HEADS, width), *(normal(BATCH, tokens, GROUPS, width) for _ in "kv")
+    order = jnp.asarray([[*range(5), *[5] * 12, *range(17, tokens)], [*range(tokens - 4), *[2**30] * 4]], jnp.int32)
+    got = attend_in_order(q, k, v, order, at_once=6)
+    np.testing.assert_allclose(got, attend_in_order(q, k, v, order), atol=ROUNDING)
+    for sample, row, seen in ((0, 4, 5), (0, 5, 17), (0, 16, 17), (0, 17, 18), (1, 32, 33)):
+        one = slice(sample, sample + 1)
+        want = plain_attention(q[one, row : row + 1], k[one, :seen], v[one, :seen])
+        np.testing.assert_allclose(got[one, row : row + 1], want, atol=ROUNDING)

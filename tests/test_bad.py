@@ -423,7 +423,6 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", LEAVES)
 def test_parameters(kind: str, emoji: canvax.Pipeline) -> None:
     params = jax.tree.map(lambda leaf: leaf, emoji.params)
-    assert params is not None
     params["unet"]["conv_in"]["bias"] = LEAVES[kind](params["unet"]["conv_in"]["bias"])
     with pytest.raises(canvax.InputError) as caught:
         emoji("a cat", num_inference_steps=1, progress=False, params=params)
@@ -433,7 +432,6 @@ def test_parameters(kind: str, emoji: canvax.Pipeline) -> None:
 
 def test_parameters_that_are_missing(emoji: canvax.Pipeline) -> None:
     """What somebody took out of them is missed before anything runs."""
-    assert emoji.params is not None
     held = emoji.params["unet"].pop("conv_in")
     try:
         with pytest.raises(canvax.InputError) as caught:

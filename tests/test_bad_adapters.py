@@ -120,7 +120,6 @@ def sd(small: canvax.Pipeline) -> canvax.Pipeline:
 
 @pytest.fixture(scope="module")
 def before(sd: canvax.Pipeline) -> dict[str, Any]:
-    assert sd.params is not None
     return dict(flatten(sd.params))
 
 
@@ -134,7 +133,6 @@ def check(sd: canvax.Pipeline, before: Any, do: Callable[[], Any]) -> None:
     assert not sd.adapters
     assert not sd.adapters.words
     assert not sd.model.merged
-    assert sd.params is not None
     assert all(leaf is before[name] for name, leaf in flatten(sd.params))
 
 

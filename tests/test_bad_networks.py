@@ -204,7 +204,6 @@ def test_broken(
     (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
     spoil(Place(path))
     pipe = xl if network == "union" else sd
-    assert pipe.params is not None
     before = dict(flatten(pipe.params))
     with pytest.raises(CanvaxError) as caught:
         load(network, path, pipe, folder, good)

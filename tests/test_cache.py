@@ -175,39 +175,72 @@ NOTE = "compiled programs"
 """In each warning of the cache."""
 
 
-def only_program(folder: Path) -> str:
-    return next(path.name for path in (folder / "programs").iterdir() if path.suffix == ".program")
+def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-def flip(position: float) -> Callable[[bytes], bytes]:
-    def flipped(data: bytes) -> bytes:
+def flipped(position: float) -> Callable[[bytes], bytes]:
+    def flip(data: bytes) -> bytes:
         at = int(position * (len(data) - 1))
         return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
-    return flipped
+    return flip
 
 
-@pytest.mark.parametrize("spoil", [flip(0.0), flip(0.5), lambda data: b"", lambda data: data[:-1]])
-def test_a_spoilt_file_is_made_again(folder: Path, spoil: Any) -> None:
+def whole(executable: bytes | None = None, **changes: Any) -> Callable[[Path], object]:
+    """A file as the cache writes it, of another program."""
+
+    def write(path: Path) -> None:
+        header = cache.stored_programs()[0].header
+        cache.write(path, header | changes, executable or cache.read(path, header["key"]) or b"")
+
+    return write
+
+
+def elsewhere(path: Path) -> None:
+    """A link in its place."""
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def of_another_user(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, -1)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)  # reading it would wait for ever
+
+
+UNSAFE: dict[str, Callable[[Path], object]] = {
+    "open to all": lambda path: path.chmod(0o777), "a link": elsewhere, "of another user": of_another_user,
+}  # fmt: skip
+SPOILT = UNSAFE | {
+    "another first byte": rewritten(flipped(0.0)), "another byte": rewritten(flipped(0.5)),
+    "empty": rewritten(lambda data: b""), "cut": rewritten(lambda data: data[:-1]), "a pipe": a_pipe,
+    "renamed": whole(key="0" * 64), "no executable": whole(b"no executable"),
+}  # fmt: skip
+
+
+def refuse_executables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is read from the cache fails the test."""
+    monkeypatch.setattr(aot.pickle, "loads", lambda *_: pytest.fail("unpickled"))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_spoilt_file_is_made_again(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     doubled()
-    (stored,) = cache.stored_programs()
-    key, data = stored.header["key"], stored.path.read_bytes()
-    stored.path.write_bytes(spoil(data))
-    assert cache.read(stored.path, key) is None
-    assert not stored.path.exists()
-    stored.path.write_bytes(spoil(data))
-    assert [doubled(), doubled()] == [[False], [True]]
-
-
-@pytest.mark.parametrize(("changes", "executable"), [({"key": "0" * 64}, None), ({}, b"no executable")])
-def test_a_whole_file_of_no_use_is_made_again(folder: Path, changes: Any, executable: bytes | None) -> None:
-    """A file that was renamed, and an executable that JAX refuses."""
-    doubled()
-    (stored,) = cache.stored_programs()
-    executable = executable or cache.read(stored.path, stored.header["key"])
-    assert executable is not None
-    cache.write(stored.path, stored.header | changes, executable)
-    assert doubled()[-1] is False
+    path = only(folder)
+    SPOILT[kind](path)
+    with monkeypatch.context() as patch:
+        if kind != "no executable":
+            refuse_executables(patch)
+        assert doubled()[-1] is False
+    assert path.is_file()
+    assert not path.is_symlink()
     assert doubled() == [True]
 
 
@@ -545,34 +578,13 @@ def test_a_relative_folder_is_refused(
     assert only(folder).is_file()
 
 
-def open_to_all(path: Path) -> None:
-    path.chmod(0o777)
-
-
-def elsewhere(path: Path) -> None:
-    """A link in its place."""
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def of_another_user(path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give files away")
-    os.chown(path, 12345, -1)
-
-
-def no_executables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is read from the cache fails the test."""
-    monkeypatch.setattr(aot.pickle, "loads", lambda *_: pytest.fail("unpickled"))
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
-@pytest.mark.parametrize("spoil", [open_to_all, elsewhere, of_another_user])
+@pytest.mark.parametrize("spoil", UNSAFE.values(), ids=UNSAFE)
 def test_an_unsafe_folder_is_refused(folder: Path, spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in it is unpickled, listed or removed."""
     doubled()
     path = only(folder)
-    no_executables(monkeypatch)
+    refuse_executables(monkeypatch)
     spoil(folder / "programs")
     with pytest.warns(UserWarning, match=NOTE):
         assert doubled() == [False]
@@ -580,25 +592,9 @@ def test_an_unsafe_folder_is_refused(folder: Path, spoil: Any, monkeypatch: pyte
     assert path.is_file()
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
-@pytest.mark.parametrize("spoil", [open_to_all, elsewhere, of_another_user])
-def test_an_unsafe_file_is_made_again(folder: Path, spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    doubled()
-    with monkeypatch.context() as patch:
-        no_executables(patch)
-        spoil(only(folder))
-        assert doubled() == [False]
-    assert not (folder / "programs" / only_program(folder)).is_symlink()
-    assert doubled() == [True]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
 def test_what_is_no_file_is_not_read(folder: Path) -> None:
     doubled()
     path = only(folder)
-    path.unlink()
-    os.mkfifo(path)  # reading it would wait for ever
-    assert doubled() == [False]
     path.unlink()
     path.mkdir()
     with pytest.warns(UserWarning, match=NOTE):

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 from canvax.cli import BAD_INPUT
-from canvax.cli.again import again
-from canvax.cli.arguments import parse
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -72,13 +70,6 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
         words = f"{shlex.quote(sys.executable)} -m canvax bench --rounds 0 {stderr}"
         done = subprocess.run(["sh", "-c", words], stdout=subprocess.PIPE, cwd=tmp_path, env=buffered)
         assert (done.returncode, done.stdout) == (2, b"")
-
-
-def test_sdxl_options_survive_the_command_line() -> None:
-    options = {"original_size": [512, 640], "negative_crops_coords_top_left": [0, 8], "prompt_2": "-odd"}
-    command = again({"prompt": "x", "canvax": "0", "options": options}).command
-    arguments = parse(shlex.split(command)[1:])
-    assert {name: getattr(arguments, name) for name in options} == options
 
 
 def test_ctrl_c_while_modules_are_imported() -> None:

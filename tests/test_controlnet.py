@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 import re
 import shlex
 import shutil
@@ -33,15 +32,14 @@ from canvax.images.maps import canny, control_map
 from canvax.models.controlnet import ControlNet, scaled
 from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
-from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.pipelines.control import check_control, layer_weights, strengths
 from canvax.scale import named_images
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
-from tests.support.control_files import adapter, config_of, controlnet, union
-from tests.support.drawing import draw, far
+from tests.support.control_files import adapter, config_of, controlnet, edges, union
+from tests.support.drawing import draw, far, one_device
 from tests.support.parked import parked
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET
@@ -50,12 +48,6 @@ from tests.support.small_sdxl import build
 QUIET = canvax.Options(progress=False)
 LATENTS = (8, 8, 4)
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    """White lines on black."""
-    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
-    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
 
 
 @pytest.fixture(scope="module")
@@ -170,26 +162,6 @@ def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.Pipeline, monkeypa
     assert [bool(one) for one in seen[0]] == [True, True, False, False]
 
 
-@pytest.mark.slow
-def test_a_batch_is_each_image_alone(pipe: canvax.Pipeline) -> None:
-    controls = [edges(i) for i in range(3)]
-    together = draw(pipe, ["a cat", "a dog", "a tree"], control=controls, seed=[1, 2, 3])
-    for i, prompt in enumerate(["a cat", "a dog", "a tree"]):
-        alone = draw(pipe, prompt, control=controls[i], seed=i + 1)
-        assert far(together.latents[i], alone.latents[0]) < 1e-4
-        assert together.metadata[i]["control_sha256"] == alone.metadata[0]["control_sha256"]
-
-
-@pytest.mark.weekly
-def test_on_several_devices(base: canvax.Pipeline, folders: list[Path], pipe: canvax.Pipeline) -> None:
-    shape = (2, 2)
-    mesh = make_mesh(jax.devices()[:4], data=shape[0], model=shape[1])
-    spread = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0])
-    controls = [edges(i) for i in range(3)]
-    want = draw(pipe, ["a cat"] * 3, control=controls).latents
-    assert far(draw(spread, ["a cat"] * 3, control=controls).latents, want) < 1e-4
-
-
 def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None
@@ -244,26 +216,13 @@ def test_several_networks(base: canvax.Pipeline, folders: list[Path], pipe: canv
     assert far(draw(mixed, control=[edges(1), edges(1)], control_scale=(0, 1)).latents, one) < 1e-4
 
 
-def test_weights_are_shared_and_apart(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
+def test_weights_are_shared_and_apart(base: canvax.Pipeline, pipe: canvax.Pipeline, tmp_path: Path) -> None:
     assert base.params is not None
     assert pipe.params is not None
     assert "controlnet" not in base.params
     assert pipe.params["unet"] is base.params["unet"]
     assert "controlnet" not in (pipe.with_controlnet(None).params or {})
-
-
-@pytest.mark.weekly
-def test_with_an_image_and_a_second_pass(pipe: canvax.Pipeline) -> None:
-    photo = draw(pipe).images[0]
-    mask = Image.new("L", (64, 64), 0)
-    mask.paste(255, (0, 0, 32, 64))
-    for more in ({"strength": 0.5}, {"mask": mask}):
-        plain = draw(pipe, image=photo, **more)
-        steered = draw(pipe, image=photo, control=edges(1), **more)
-        assert far(plain.pixels, steered.pixels) > 1e-2
-    np.testing.assert_array_equal(np.asarray(steered.images[0])[:, 32:], np.asarray(photo)[:, 32:])
-    assert draw(pipe, control=edges(1), hires=2).images[0].size == (128, 128)
-    assert draw(pipe, control=edges(1, (96, 64))).images[0].size == (96, 64)
+    assert not list(pipe.save(tmp_path / "saved").glob("controlnet*"))
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -318,31 +277,8 @@ def test_larger_by_tiles(pipe: canvax.Pipeline, base: canvax.Pipeline) -> None:
         base.upscale(photo, control=True)
 
 
-def test_metadata_and_pickling(pipe: canvax.Pipeline, folders: list[Path]) -> None:
-    told = draw(pipe, control=edges(1), control_scale=0.7).metadata[0]
-    assert told["controlnet"] == [str(folders[0])]
-    assert told["options"] == {"control_scale": 0.7}
-    assert len(told["control_sha256"][0]) == 64
-    again = pickle.loads(pickle.dumps(pipe))
-    assert far(draw(again, control=edges(1)).latents, draw(pipe, control=edges(1)).latents) < 1e-4
-
-
-def test_saved_without_it(pipe: canvax.Pipeline, tmp_path: Path) -> None:
-    pipe.save(tmp_path / "saved")
-    assert not (tmp_path / "saved" / "controlnet").exists()
-    assert far(draw(canvax.load(tmp_path / "saved", mesh=pipe.mesh)).latents, draw(pipe).latents) < 1e-4
-
-
-@pytest.mark.weekly
-def test_other_dtypes(base: canvax.Pipeline, folders: list[Path]) -> None:
-    mesh = make_mesh(jax.devices()[:1])
-    for keywords in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
-        pipe = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0], **keywords)
-        assert far(draw(pipe, control=edges(1)).pixels, draw(pipe).pixels) > 1e-2
-
-
 def test_compiled_ahead(base: canvax.Pipeline, folders: list[Path]) -> None:
-    fresh = canvax.load(base.model.name, mesh=make_mesh(jax.devices()[:1]), controlnet=folders[1])
+    fresh = canvax.load(base.model.name, mesh=one_device(), controlnet=folders[1])
     built = fresh.compile(control=True, progress=False)
     assert [one.program for one in built] == ["text encoder", "control encoder", "denoiser", "decoder"]
     assert draw(fresh, control=edges(1)).compilations == 0
@@ -432,18 +368,12 @@ def pickles_alone(folder: Path) -> None:
     (folder / "diffusion_pytorch_model.bin").write_bytes(b"PK\x03\x04")
 
 
-def nan(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    arrays["controlnet_mid_block.bias"][3] = np.nan
-    return arrays
-
-
 ZERO = np.zeros((4, 4), np.float32)
 XL = {"cross_attention_dim": 2048, "block_out_channels": [320, 640, 1280], "attention_head_dim": [5, 10, 20],
       "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
       "transformer_layers_per_block": [1, 2, 10], "norm_num_groups": 32, "addition_embed_type": "text_time",
       "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816}  # fmt: skip
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), "is truncated"),
     "config of an SDXL net": (configured(**XL), "is a ControlNet for Stable Diffusion XL.*text of width 2048"),
     "other levels": (configured(block_out_channels=[64, 64]), "made for another kind|is a ControlNet for another kind"),
     "another class": (
@@ -452,11 +382,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a union": (configured(_class_name="ControlNetUnionModel"), "does not support no addition_time_embed_dim"),
     "another factor": (configured(conditioning_embedding_out_channels=[8, 16]), "one feature of 2 x 2 pixels"),
-    "a missing array": (rewritten(lambda a: {k: v for k, v in a.items() if k != "controlnet_mid_block.weight"}),
-                        "1 missing.*controlnet_mid_block.weight"),
-    "a wrong shape": (rewritten(lambda a: a | {"conv_in.bias": ZERO}), r"1 misshapen.*conv_in.bias"),
-    "whole numbers": (rewritten(lambda a: a | {"conv_in.bias": np.zeros(32, np.int32)}), "1 mistyped"),
-    "not finite": (rewritten(nan), "not finite"), "no config and not whole": (without_config, "it lacks"),
+    "no config and not whole": (without_config, "it lacks"),
     "pickles alone": (pickles_alone, r"holds only diffusion_pytorch_model.bin.*convert \S+model.bin"),
     "a pickle under another name": (named("net.safetensors", b"PK\x03\x04" * 9), "is a pickle"),
     "empty": (one_file("net.safetensors", {}), "is empty"),

@@ -1,6 +1,6 @@
 """Control images by type: what a call says of them, what compiles, company, files and the command.
 
-Numbers are held against PyTorch diffusers in ``parity/test_controlnet_union.py``.
+Numbers are held against PyTorch diffusers in ``parity/test_features.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -19,26 +18,20 @@ from safetensors.numpy import load_file, save_file
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.again import again
-from canvax.parallel.mesh import make_mesh
 from canvax.scale.named_images import named_control
 from canvax.weights.location import BUNDLED
-from tests.support.control_files import controlnet, union
-from tests.support.drawing import draw, far
+from tests.support.control_files import controlnet, edges, union
+from tests.support.drawing import draw, far, one_device
 from tests.support.refusals import refused
 from tests.support.small_sdxl import build
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
-    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     folder = build(tmp_path_factory.mktemp("model") / "base")
-    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    return canvax.load(folder, dtype="float32", mesh=one_device())
 
 
 @pytest.fixture(scope="module")
@@ -161,17 +154,6 @@ def test_files(base: canvax.Pipeline, folder: Path, pipe: Any, tmp_path: Path) -
     save_file({k: v for k, v in arrays.items() if not k.startswith("transformer")}, tmp_path / "part.safetensors")
     with pytest.raises(canvax.CheckpointError):
         base.with_controlnet(tmp_path / "part.safetensors")
-
-
-@pytest.mark.weekly
-def test_other_dtypes(base: canvax.Pipeline, folder: Path) -> None:
-    mesh = make_mesh(jax.devices()[:1])
-    changes: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantize": "int8"}]
-    for keywords in changes:
-        pipe = canvax.load(base.model.name, mesh=mesh, controlnet=folder, **keywords)
-        steered = draw(pipe, control={"depth": edges(1), "tile": edges(2)})
-        assert far(steered.pixels, draw(pipe, height=64, width=64).pixels) > 1e-3
-        assert pipe.compile(control=True, progress=False) is not None
 
 
 def test_flags() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shlex
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,27 +232,6 @@ def test_a_server_offers_models_of_one_name_by_their_folders(folder: Path, small
     assert set(local_models().models) == {"other", "tiny"}
     (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
     assert set(local_models().models) == {"other", "checkpoints/tiny", "Stable-diffusion/tiny"}
-
-
-def test_a_server_begins_with_the_model_used_last_or_the_smallest(
-    folder: Path, small_folder: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(small_folder, folder / "models/checkpoints/a-large-one")
-    (folder / "models/checkpoints/a-large-one/unet/more.safetensors").write_bytes(b"0")
-    offered = local_models().models
-    assert list(offered) == ["a-large-one", "tiny"]
-    first, line = first_model(offered, None)
-    assert first == ["tiny"]
-    assert "tiny" in line
-    assert first_model(offered, tmp_path / "out")[0] == ["tiny"]
-    (tmp_path / "out").mkdir()
-    for i, model in enumerate(("a-large-one", "gone")):
-        path = tmp_path / f"out/{i}.png"
-        save_image(path, Image.new("RGB", (8, 8)), {"prompt": "a cat", "seed": 1, "model": model, "canvax": "0.1.0"})
-        os.utime(path, (i, i))
-    (tmp_path / "out/notes.txt").write_text("")
-    assert first_model(offered, tmp_path / "out")[0] == ["a-large-one"]
-    assert first_model({}, None)[0] == []
 
 
 def test_hidden_folders_are_not_searched(folder: Path) -> None:

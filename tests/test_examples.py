@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -85,6 +86,14 @@ def test_lora(run: Any, here: Path) -> None:
     first, *others = run("lora.py", write(here / "ink.safetensors", arrays))
     assert len(others) == 3
     assert first.read_bytes() != others[0].read_bytes()
+
+
+@pytest.mark.weekly
+def test_reward(run: Any, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after, before = run("reward.py", 8, 8, 4)
+    assert after.read_bytes() != before.read_bytes()
+    rewards = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.02
 
 
 @pytest.mark.weekly

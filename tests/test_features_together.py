@@ -183,8 +183,11 @@ def test_info_prints_a_command_for_the_same_image(
     for name in ("text_to_image", "two_passes"):
         monkeypatch.setattr(f"canvax.pipelines.pipeline.{name}", described)
     row = row | {"watch": "none"}  # which needs the run itself
+    with studio.call(row, [0, 1], "1") as (pipe, call):
+        other = pipe(**call)
     with studio.call(row, [2, 0], "1") as (pipe, call):
         result = pipe(**call)
+    assert other.metadata[0] == result.metadata[1]
     lost = row["adapters"] == "word"  # which its file calls otherwise
     assert bool(again(result.metadata[1]).losses) == (lost or not reproducible(row))
     if reproducible(row):

@@ -158,7 +158,6 @@ def test_masks_are_fitted_as_their_pictures(tmp_path: Path, form: str, captions:
     names = [row["file_name"] for row in found.rows]
     assert sorted(names) == ["blue.png", "green.png", "red.png", "white.png"]
     assert found.masked == 1
-    assert found.masks is not None
     # 48 x 32 pixels become 24 x 16, of which the middle 16 are kept: the half ends in the middle.
     mask = found.masks[names.index("red.png")]
     assert (mask[:, :8] == 255).all()
@@ -272,8 +271,6 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_only_the_unet_changes(model: Path, done: Path) -> None:
     mesh = make_mesh(jax.devices()[:1])
     before, after = canvax.load(model, mesh=mesh), canvax.load(done, mesh=mesh)
-    assert before.params is not None
-    assert after.params is not None
     for part in ("vae", "text_encoder"):
         for (_, a), (_, b) in zip(flatten(before.params[part]), flatten(after.params[part]), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -302,7 +299,6 @@ def test_stopped_and_gone_on_with_it_is_the_same_model(model: Path, done: Path, 
     parts = task(model, tmp_path / "parts", pictures, flip=True, gamma=5.0)
     assert finetune(parts, mesh, deadline=0.0) is None
     again = finetune(parts, mesh)
-    assert again is not None
     weights = Path("unet") / "diffusion_pytorch_model.safetensors"
     assert (done / weights).read_bytes() == (again / weights).read_bytes()
     with pytest.raises(InputError, match="this run is finished"):

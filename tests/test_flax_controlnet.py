@@ -20,23 +20,18 @@ from canvax.flax_api import (
     replicate,
     shard,
 )
-from canvax.parallel.mesh import make_mesh
-from tests.support.control_files import adapter, controlnet
+from tests.support.control_files import adapter, controlnet, edges
+from tests.support.drawing import one_device
 from tests.support.small_checkpoint import write_small_checkpoint
 
-pytestmark = pytest.mark.slow  # test_flax_api has the common part
-
-
-def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
-    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
+pytestmark = pytest.mark.slow  # test_flax_pipelines has the common part
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("model")
     base = write_small_checkpoint(root / "base")
-    pipe = canvax.load(base, mesh=make_mesh(jax.devices()[:1]))
+    pipe = canvax.load(base, mesh=one_device())
     adapter(root / "adapter", pipe)
     return base, controlnet(root / "net", pipe, strength=0.5)
 
@@ -79,7 +74,7 @@ def test_documented_example(loaded: tuple[Any, Any], folders: tuple[Path, Path])
     ).images  # fmt: skip
     np.testing.assert_allclose(one[0], output[3, 0], atol=1e-4)
     latents = jnp.moveaxis(jax.random.normal(rng[3], (1, 4, 8, 8)), 1, -1)
-    new = canvax.load(folders[0], mesh=make_mesh(jax.devices()[:1]), controlnet=folders[1])
+    new = canvax.load(folders[0], mesh=one_device(), controlnet=folders[1])
     want = new("a cat", "blurry", control=edges(3), latents=latents, num_inference_steps=4, guidance_scale=7.5,
                progress=False)  # fmt: skip
     np.testing.assert_allclose(one, want.pixels, atol=1e-4)

@@ -23,7 +23,7 @@ from canvax.flax_api import (
 from canvax.pipelines.safety import COMPONENT, SafetyChecker, safety_spec
 from tests.support.small_checkpoint import CHECKER, write_small_checker, write_small_checkpoint
 
-pytestmark = pytest.mark.slow  # test_flax_api has the common part
+pytestmark = pytest.mark.slow  # test_flax_pipelines has the common part
 
 PROMPTS = ["a fox in the snow", "a bridge", "a teapot", "a map"]
 Checked = tuple[FlaxStableDiffusionPipeline, dict[str, Any]]

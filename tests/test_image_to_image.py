@@ -21,12 +21,12 @@ from canvax.denoise import Known, _blend_known
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.noise import initial_noise
-from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.generate import text_to_image
 from canvax.pipelines.prepare import encode_images
 from canvax.pipelines.request import Call, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
+from tests.support.drawing import one_device
 from tests.support.refusals import refused
 
 SIZE = 64
@@ -90,25 +90,6 @@ def test_strength_is_how_much_changes(emoji: canvax.Pipeline, apple: Image.Image
     ]
     assert changes == sorted(changes)
     assert changes[0] < changes[-1] / 3
-
-
-@pytest.mark.slow
-def test_each_image_of_a_batch_has_its_own(emoji: canvax.Pipeline, apple: Image.Image) -> None:
-    other = draw(emoji, "a lemon", num_inference_steps=8).images[0]
-    masks = [half(), Image.new("L", apple.size, 255)]
-    given = {"image": [apple, other], "mask": masks, "strength": 0.75, "seed": [1, 2]}
-    both = emoji(["a cat", "a dog"], **given, num_inference_steps=4, progress=False)
-    for i, (prompt, image) in enumerate((("a cat", apple), ("a dog", other))):
-        alone = draw(emoji, prompt, image=image, mask=masks[i], strength=0.75, seed=i + 1)
-        np.testing.assert_allclose(both.latents[i], alone.latents[0], atol=1e-4)
-
-
-@pytest.mark.weekly
-def test_on_many_devices(emoji: canvax.Pipeline, apple: Image.Image) -> None:
-    pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]))
-    given = {"image": apple, "mask": half(), "strength": 0.75, "num_inference_steps": 4, "seed": 1, "progress": False}
-    one, two = (model(["a cat", "a dog", "a fox"], **given).latents for model in (emoji, pipe))
-    np.testing.assert_allclose(two, one, atol=1e-4)
 
 
 def test_a_graded_mask_begins_later_where_it_is_darker() -> None:
@@ -346,7 +327,7 @@ def test_several_processes_refuse_renoised_masks_before_anything_compiles(
 
 def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
     """An encoder that says "zero, give or take one" shows the noise itself."""
-    mesh = canvax.make_mesh(jax.devices()[:1])
+    mesh = one_device()
     shape, seeds = (2, 8, 8, 4), [3, 2**64 - 1]
     options = SimpleNamespace(noise="philox")
     request: Any = SimpleNamespace(height=64, width=64, shape=shape, seeds=seeds, options=options)

@@ -37,8 +37,10 @@ from canvax.scale import work
 from canvax.server import files
 from canvax.server.files import Colours, preview_file
 from canvax.settings import declared
+from tests.support.refusals import refused
 from tests.support.timing import processor_seconds
 
+DATA = Path(__file__).parent / "data"
 METADATA: dict[str, Any] = {
     "prompt": 'café 🍎, "quoted": 日本\nsecond line',
     "negative_prompt": "blurry, a: b\nugly",
@@ -129,9 +131,8 @@ def test_grey_of_16_bits() -> None:
 
 @pytest.mark.parametrize("images", [np.zeros((8, 8)), np.zeros((1, 8, 8, 5))])
 def test_wrong_shapes_are_refused(images: np.ndarray) -> None:
-    with pytest.raises(InputError) as caught:
+    with refused("images"):
         to_pil(images)
-    assert caught.value.argument == "images"
 
 
 def glass() -> Image.Image:
@@ -545,47 +546,33 @@ def test_other_networks_are_named_and_left_out() -> None:
     assert told["other"] == {"<lora:fur:0.8>": "", "<Lyco:x>": "", "<lora:ink:1>": ""}
 
 
-def test_a1111(tmp_path: Path) -> None:
-    text = (
-        "a photo of (a cat:1.2), <lora:x:0.5>\nin a hat\nNegative prompt: blurry, bad\nSteps: 28, Sampler: Euler a, "
-        "Schedule type: Automatic, CFG scale: 7, Seed: 123, Size: 512x768, Model hash: abc, Model: v1-5, "
-        'Clip skip: 2, Hires upscaler: Latent, Lora hashes: "x: 1, y: 2", Version: v1.10.1'
-    )
-    got = read_metadata(with_text(tmp_path / "a.png", parameters=text))
-    assert got == {
-        "prompt": "a photo of (a cat:1.2),\nin a hat",
-        "negative_prompt": "blurry, bad",
-        "num_inference_steps": 28,
-        "sampler": "Euler a",
-        "guidance_scale": 7.0,
-        "seed": 123,
-        "width": 512,
-        "height": 768,
-        "model": "v1-5",
-        "options": {"clip_skip": 1, "prompt_syntax": "a1111"},
-        "other": {
-            "Model hash": "abc",
-            "Hires upscaler": "Latent",
-            "Lora hashes": "x: 1, y: 2",
-            "Version": "v1.10.1",
-            "<lora:x:0.5>": "",
-        },
-    }
-    assert settings_left(got) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}
+OTHERS = {row["from"]: row for row in json.loads((DATA / "images_of_others.json").read_text())}
+"""What an image of another program holds, and what is read of it."""
+
+
+def of_another(path: Path, name: str, **nodes: Any) -> dict[str, Any]:
+    """Read an image of another program, with these nodes added to its graph."""
+    texts = {key: text if isinstance(text, str) else json.dumps(text | nodes)
+             for key, text in OTHERS[name]["texts"].items()}  # fmt: skip
+    return read_metadata(with_text(path, **texts))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_images_of_others(tmp_path: Path, name: str) -> None:
+    assert of_another(tmp_path / "a.png", name) == OTHERS[name]["read"]
+
+
+def test_a_graph_of_two_images(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        of_another(tmp_path / "a.png", "ComfyUI", **{"13": OTHERS["ComfyUI"]["texts"]["prompt"]["3"]})
+
+
+def test_what_is_left_of_other_programs() -> None:
+    assert find(OTHERS["stable-diffusion.cpp"]["read"]["sampler"])[0].name == "dpmpp_2m"
+    assert settings_left(OTHERS["A1111"]["read"]) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}
     facts = {"other": {"TI hashes": "bad: 1, a, b: 2", "User": "me", "Version": "1"}}
     assert (settings_left(facts), embeddings_in(facts)) == ({}, ["bad", "b"])
     assert embeddings_in({"embeddings": {"wool": {"file": "./wool.safetensors"}}}) == ["wool"]
-
-
-def test_stable_diffusion_cpp() -> None:
-    text = (
-        "a fox\nSteps: 20, CFG scale: 7.000000, Guidance: 3.500000, Eta: 0.000000, Seed: 42, Size: 512x512, "
-        "Model: sd-v1-4.safetensors, RNG: cpu, Sampler: dpm++2m karras, Version: stable-diffusion.cpp"
-    )
-    got = from_infotext(text)
-    assert got["noise"] == got["options"]["noise"] == "torch"
-    assert find(got["sampler"])[0].name == "dpmpp_2m"
-    assert got["negative_prompt"] == ""
 
 
 @pytest.mark.parametrize("text", ["", "time: 3, place: here", "Steps: twenty", 'Steps: 1, Size: "a', "x\n\n"])
@@ -652,83 +639,6 @@ def test_unreadable_pictures(tmp_path: Path, content: bytes, said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         read_metadata(path)
     assert str(path) in str(caught.value)
-
-
-def comfy_graph(**changes: dict[str, Any]) -> dict[str, Any]:
-    """The graph that ComfyUI opens with, a LoRA in it; ``changes``: nodes by id."""
-    nodes = {
-        "3": ("KSampler", {"seed": 156680208700286, "steps": 20, "cfg": 8, "sampler_name": "dpmpp_2m",
-                           "scheduler": "karras", "denoise": 1, "model": ["10", 0], "positive": ["6", 0],
-                           "negative": ["7", 0], "latent_image": ["5", 0]}),
-        "4": ("CheckpointLoaderSimple", {"ckpt_name": "sd15\\deliberate_v2.safetensors"}),
-        "5": ("EmptyLatentImage", {"width": 512, "height": 768, "batch_size": 1}),
-        "6": ("CLIPTextEncode", {"text": "a (castle:1.2)", "clip": ["10", 1]}),
-        "7": ("CLIPTextEncode", {"text": "text, watermark", "clip": ["10", 1]}),
-        "8": ("VAEDecode", {"samples": ["3", 0], "vae": ["4", 2]}),
-        "9": ("SaveImage", {"filename_prefix": "ComfyUI", "images": ["8", 0]}),
-        "10": ("LoraLoader", {"lora_name": "ink.safetensors", "strength_model": 0.7, "strength_clip": 1.0,
-                              "model": ["4", 0], "clip": ["4", 1]}),
-    }  # fmt: skip
-    graph = {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
-    return {**graph, **changes}
-
-
-def test_a_graph_of_comfyui(tmp_path: Path) -> None:
-    read = read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(comfy_graph()), workflow="{}"))
-    assert read == {
-        "prompt": "a (castle:1.2)", "negative_prompt": "text, watermark", "seed": 156680208700286, "guidance_scale": 8,
-        "num_inference_steps": 20, "sampler": "dpmpp_2m", "model": "sd15/deliberate_v2", "width": 512,
-        "height": 768,
-        "noise": "torch", "options": {"prompt_syntax": "comfy", "noise": "torch", "sigmas": "karras"},
-        "other": {"<lora:ink:0.7>": ""},
-    }  # fmt: skip
-
-
-def test_what_a_graph_of_comfyui_has_beside(tmp_path: Path) -> None:
-    graph = comfy_graph(**{
-        "5": {"class_type": "VAEEncode", "inputs": {"pixels": ["12", 0], "vae": ["4", 2]}},
-        "11": {"class_type": "PrimitiveInt", "inputs": {"value": 7}},
-        "12": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
-    })  # fmt: skip
-    graph["3"]["inputs"] |= {"seed": ["11", 0], "denoise": 0.5}
-    read = read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(graph)))
-    assert (read["seed"], read["strength"], read["options"]["strength_rule"]) == (7, 0.5, "exact")
-    assert {"node LoadImage", "node VAEEncode"} <= read["other"].keys()
-    two = comfy_graph(**{"13": comfy_graph()["3"]})
-    with pytest.raises(InputError):
-        read_metadata(with_text(tmp_path / "b.png", prompt=json.dumps(two)))
-
-
-def test_a_graph_of_comfyui_names_its_vae(tmp_path: Path) -> None:
-    graph = comfy_graph(**{
-        "20": {"class_type": "VAELoader", "inputs": {"vae_name": "mse.safetensors"}},
-        "21": {"class_type": "VAEDecode", "inputs": {"samples": ["3", 0], "vae": ["20", 0]}},
-        "22": {"class_type": "VAELoader", "inputs": {"vae_name": "unused.safetensors"}},
-    })  # fmt: skip
-    assert read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(graph)))["vae"] == "mse.safetensors"
-
-
-def test_a_graph_of_separate_nodes(tmp_path: Path) -> None:
-    nodes = {
-        "1": ("SamplerCustomAdvanced", {"noise": ["2", 0], "guider": ["3", 0], "sampler": ["4", 0], "sigmas": ["5", 0],
-                                        "latent_image": ["6", 0]}),
-        "2": ("RandomNoise", {"noise_seed": 5}),
-        "3": ("CFGGuider", {"cfg": 1, "model": ["7", 0], "positive": ["8", 0], "negative": ["9", 0]}),
-        "4": ("KSamplerSelect", {"sampler_name": "euler"}),
-        "5": ("Flux2Scheduler", {"steps": 4, "width": 1024, "height": 512}),
-        "6": ("EmptyFlux2LatentImage", {"width": 1024, "height": 512, "batch_size": 2}),
-        "7": ("UNETLoader", {"unet_name": "flux-2-klein-4b.safetensors", "weight_dtype": "default"}),
-        "8": ("CLIPTextEncode", {"text": "a fox", "clip": ["10", 0]}),
-        "9": ("ConditioningZeroOut", {"conditioning": ["8", 0]}),
-        "10": ("CLIPLoader", {"clip_name": "qwen_3_4b.safetensors", "type": "flux2"}),
-    }  # fmt: skip
-    graph = {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
-    read = read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(graph)))
-    assert read == {
-        "prompt": "a fox", "seed": 5, "num_inference_steps": 4, "guidance_scale": 1, "sampler": "euler",
-        "model": "flux-2-klein-4b", "width": 1024, "height": 512, "noise": "torch",
-        "options": {"prompt_syntax": "comfy", "noise": "torch"}, "other": {"batch size": "2"},
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', "[" * 100_000])

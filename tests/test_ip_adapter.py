@@ -1,6 +1,6 @@
 """Image prompts: what a call says of them, what compiles, what company changes, and files that cannot be used.
 
-Numbers are held against PyTorch diffusers in ``parity/test_ip_adapter.py``.
+Numbers are held against PyTorch diffusers in ``parity/test_features.py``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from canvax.scale.data import _Settings as cluster_rows
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from tests.support.control_files import controlnet
-from tests.support.drawing import draw, far
+from tests.support.drawing import draw, far, one_device
 from tests.support.hub_imitation import HubImitation, Repository, folder_files
 from tests.support.ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from tests.support.refusals import refused
-from tests.support.small_checkpoint import UNET, write_small_checkpoint
+from tests.support.small_checkpoint import UNET
 
 
 def photo(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
@@ -73,9 +73,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(root: Path) -> canvax.Pipeline:
+def base(small: canvax.Pipeline) -> canvax.Pipeline:
     """A small random model of 64 x 64 pixels."""
-    return canvax.load(write_small_checkpoint(root / "base"), mesh=make_mesh(jax.devices()[:1]))
+    return small
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_nothing_recompiles(pipe: canvax.Pipeline) -> None:
 
 def test_adapters_wait_in_the_hosts_memory(base: canvax.Pipeline, pipe: canvax.Pipeline, root: Path) -> None:
     files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
-    waiting = canvax.load(root / "base", mesh=base.mesh, offload=True).with_ip_adapter(files)
+    waiting = canvax.load(base.model.name, mesh=base.mesh, offload=True).with_ip_adapter(files)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting.params)} == {HOST}
     want, got = (draw(each, image_prompt=ImagePrompt(photo(1), adapter=1)).latents for each in (pipe, waiting))
     np.testing.assert_array_equal(got, want)
@@ -126,7 +126,7 @@ def test_image_prompts_of_a_quantised_model(
 ) -> None:
     """The adapter is quantised as the model is, and says what it says without."""
     files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
-    narrow = canvax.load(root / "base", quantize=kind, mesh=make_mesh(jax.devices()[:1])).with_ip_adapter(files)
+    narrow = canvax.load(base.model.name, quantize=kind, mesh=one_device()).with_ip_adapter(files)
     prompt = ImagePrompt(photo(1), adapter=adapter)
 
     def effect(pipe: canvax.Pipeline) -> np.ndarray:
@@ -168,7 +168,7 @@ def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
 @pytest.mark.weekly
 def test_two_devices(root: Path, pipe: canvax.Pipeline) -> None:
     model = 2
-    own = canvax.load(root / "base", mesh=make_mesh(jax.devices()[:2], model=model))
+    own = canvax.load(pipe.model.name, mesh=make_mesh(jax.devices()[:2], model=model))
     own = own.with_ip_adapter(root / "models" / "plain.safetensors")
     more: dict[str, Any] = {"image_prompt": ImagePrompt([photo(0), photo(1)], mask=half(left=True))}
     got = draw(own, ["a cat", "a dog"], seed=[1, 2], **more)
@@ -187,7 +187,7 @@ def test_rows_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for least in (1 << 60, 1):
         monkeypatch.setattr(outline, "LARGE_ROWS", least)
-        with compiling_for("cpu", make_mesh(jax.devices()[:1])):
+        with compiling_for("cpu", one_device()):
             found.append(inner.__wrapped__(p, x, k, v, images, heads=2, upcast=False))
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
 
@@ -389,13 +389,6 @@ def test_rows_on_a_cluster(base: canvax.Pipeline, root: Path, tmp_path: Path, mo
     assert apart.max() <= 2
 
 
-def test_pickled_pipeline(pipe: canvax.Pipeline) -> None:
-    other = pickle.loads(pickle.dumps(pipe))
-    assert [one.name for one in other.model.ip_adapters] == [one.name for one in pipe.model.ip_adapters]
-    want = draw(pipe, image_prompt=photo(1)).latents
-    np.testing.assert_allclose(draw(other, image_prompt=photo(1)).latents, want, atol=1e-5)
-
-
 def test_names_of_diffusers(pipe: canvax.Pipeline) -> None:
     want = draw(pipe, image_prompt=[ImagePrompt(photo(1)), ImagePrompt(photo(2), adapter=1)]).latents
     np.testing.assert_array_equal(draw(pipe, ip_adapter_image=[photo(1), photo(2)]).latents, want)
@@ -409,18 +402,6 @@ def test_names_of_diffusers(pipe: canvax.Pipeline) -> None:
         pipe.set_ip_adapter_scale(0.6)
 
 
-def test_metadata(pipe: canvax.Pipeline) -> None:
-    prompts = [ImagePrompt([photo(0), photo(1)], [1.0, 0.5], half(left=True)), ImagePrompt(photo(2), adapter=1)]
-    records = draw(pipe, ["a", "b"], image_prompt=prompts).metadata
-    assert [Path(name).name for name in records[0]["ip_adapter"]] == ["plain.safetensors", "plus.safetensors"]
-    first, second = records[0]["image_prompts"], records[1]["image_prompts"]
-    assert [one["scale"] for one in (*first, *second)] == [1.0, 1.0, 0.5, 1.0]
-    assert first[0]["sha256"] != second[0]["sha256"]
-    assert first[1] == second[1]
-    assert "mask_sha256" in first[0]
-    assert "mask_sha256" not in first[1]
-
-
 @pytest.mark.weekly
 def test_command(base: canvax.Pipeline, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
@@ -428,7 +409,7 @@ def test_command(base: canvax.Pipeline, root: Path, tmp_path: Path, capsys: pyte
     photo(1).save("photo.png")
     photo(2).save("other.png")
     half(left=True).save("mask.png")
-    model = ["-m", str(root / "base"), "--mesh", "data=1", "--steps", "4", "--seed", "1", "-q"]
+    model = ["-m", str(base.model.name), "--mesh", "data=1", "--steps", "4", "--seed", "1", "-q"]
     named = ["--ip-adapter", str(root / "models" / "plus.safetensors")]
     full = ["generate", "a cat", *model, *named, "--ip-image", "photo.png:0.6", "--ip-mask", "mask.png", "-o", "a.png"]
     assert main(full) == 0
@@ -441,7 +422,7 @@ def test_command(base: canvax.Pipeline, root: Path, tmp_path: Path, capsys: pyte
     told = capsys.readouterr().out
     assert re.search(r"--ip-adapter \S+plus.safetensors --ip-image PROMPT1:0.6 --ip-mask MASK1", told)
     assert "not in the file" in told
-    again = ["generate", "--from-image", "a.png", "-m", str(root / "base"), *named, "--mesh", "data=1", "-q", "-o"]
+    again = ["generate", "--from-image", "a.png", "-m", str(base.model.name), *named, "--mesh", "data=1", "-q", "-o"]
     assert main([*again, "b.png", "--ip-image", "photo.png:0.6", "--ip-mask", "mask.png"]) == 0
     np.testing.assert_array_equal(np.asarray(Image.open("a.png")), np.asarray(Image.open("b.png")))
     capsys.readouterr()
@@ -488,7 +469,7 @@ FROM_HUB = """
 import json, sys
 import canvax, jax
 from canvax.parallel.mesh import make_mesh
-pipe = canvax.load(sys.argv[1], mesh=make_mesh(jax.devices()[:1]))
+pipe = canvax.load(sys.argv[1], mesh=one_device())
 answers = []
 for file, encoder in json.load(sys.stdin):
     try:
@@ -516,7 +497,7 @@ def test_hub(base: canvax.Pipeline, root: Path, tmp_path: Path) -> None:
 
         def ask(*calls: tuple[str, str | None], **variables: str) -> list[Any]:
             done = subprocess.run(
-                [sys.executable, "-c", FROM_HUB, str(root / "base")], input=json.dumps(calls), env=env | variables,
+                [sys.executable, "-c", FROM_HUB, str(base.model.name)], input=json.dumps(calls), env=env | variables,
                 capture_output=True, text=True, timeout=120,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
 
 from canvax import nn
 from canvax.kernels import common, convolution, cpu, gpu, outline, target, tpu
@@ -21,7 +20,8 @@ from canvax.kernels.matmul import matmul
 from canvax.kernels.outline import by_rows, outlined, recomputed
 from canvax.kernels.target import compiled_on, compiling_for, target_platform, traced
 from canvax.nn import conv2d, conv2d_of_doubled, group_norm
-from canvax.parallel.mesh import make_mesh
+from canvax.parallel.mesh import make_mesh, over_batch
+from tests.support.drawing import one_device
 from tests.support.random_numbers import rng
 
 ROUNDING = 1e-5
@@ -152,8 +152,6 @@ def test_a_gpu_whose_cudnn_has_no_attention(
     fails: str, error: str, cured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It draws without. There is no GPU here: what fails is a stand-in for it."""
-    from canvax.parallel.mesh import make_mesh
-
     asked = []
 
     def dot_product_attention(*qkv: jax.Array, implementation: str, **how: Any) -> jax.Array:
@@ -180,10 +178,10 @@ def test_a_gpu_whose_cudnn_has_no_attention(
     q, k = (normal(1, length, 2, 64).astype(jnp.bfloat16) for length in (64, 77))
     if not cured:
         with pytest.raises(RuntimeError, match="Out of memory"):
-            compiled_on(make_mesh(jax.devices()[:1]), attention, q, k, k)
+            compiled_on(one_device(), attention, q, k, k)
         return
     with pytest.warns(UserWarning, match=r"cuDNN's attention cannot be used here.*\((cuDNN is not|INTERNAL: No valid)"):
-        program = compiled_on(make_mesh(jax.devices()[:1]), attention, q, k, k)
+        program = compiled_on(one_device(), attention, q, k, k)
     assert asked == ["cudnn"]
     got, want = (x.astype(jnp.float32) for x in (program(q, k, k), plain_attention(q, k, k)))
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
@@ -192,12 +190,10 @@ def test_a_gpu_whose_cudnn_has_no_attention(
 @pytest.mark.parametrize(("platform", "given"), [("gpu", {"xla_gpu_dot_merger_threshold_mb": "0"}), ("cpu", {})])
 def test_settings_of_xla(platform: str, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU keeps the matmuls of queries, keys and values apart."""
-    from canvax.parallel.mesh import make_mesh
-
     asked: list[Any] = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, options: asked.append(options))
     monkeypatch.setattr(target, "compiling_on", lambda *_, **__: compiling_for(platform))
-    compiled_on(make_mesh(jax.devices()[:1]), jnp.sin, 1.0)
+    compiled_on(one_device(), jnp.sin, 1.0)
     assert asked == [given]
 
 
@@ -205,8 +201,6 @@ def test_settings_of_xla(platform: str, given: dict[str, str], monkeypatch: pyte
 @pytest.mark.parametrize("devices", [1, 2])
 def test_some_queries_at_a_time_on_a_gpu(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where cuDNN has no kernel, as for the VAE's one wide head: the same numbers and gradients, in less memory."""
-    from canvax.parallel.mesh import make_mesh, over_batch
-
     mesh = make_mesh(jax.devices()[:devices])
     q, k, v = (jax.device_put(normal(2, length, 3, 136), over_batch(mesh)) for length in (50, 40, 40))
     monkeypatch.setattr(gpu, "SCORE_BYTES", 4 * 40 * 3 * 16)
@@ -229,8 +223,6 @@ def test_some_queries_at_a_time_on_a_gpu(devices: int, monkeypatch: pytest.Monke
 
 def test_flash_attention_on_several_devices() -> None:
     """Each device attends to its own images, whatever XLA would make of a kernel it cannot split."""
-    from canvax.parallel.mesh import make_mesh, over_batch
-
     mesh = make_mesh(jax.devices()[:2])
     q = jax.device_put(normal(2, 512, 1, 32), over_batch(mesh))
     want = plain_attention(q, q, q)
@@ -260,115 +252,84 @@ def xla_convolution(weight: jax.Array, x: jax.Array, stride: int, padding: commo
     return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=numbers)
 
 
-@pytest.mark.parametrize(
-    ("at_a_time", "doubled"), [*((one, False) for one in AT_A_TIME), pytest.param("all", True, marks=pytest.mark.slow)]
-)
-def test_convolution_by_taps(doubled: bool, at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The TPU's form: the numbers and gradients of XLA's convolution, on one device and on two."""
-    devices = 2
-    from canvax.parallel.mesh import make_mesh, over_batch
-
-    row = 4 * 5 * 64
-    sums = {"all": 4 * 9 * row, "an image": 9 * row}.get(at_a_time, 2 * row)
-    monkeypatch.setattr(tpu, "ACCUMULATOR_BYTES", sums)
-    mesh = make_mesh(jax.devices()[:devices])
-    weight = normal(3, 3, 64, 64)
-    x = jax.device_put(normal(4, 9, 5, 64), over_batch(mesh))
-    function = convolution.convolve_doubled if doubled else convolution.convolve
-    want, pull = jax.vjp(partial(plain, doubled=doubled), weight, x)
-    with compiling_for("tpu", mesh, "TPU v5 lite"):
-        got = jax.jit(lambda *given: function(*given))(weight, x)
-        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
-        text = jax.jit(lambda *given: function(*given)).lower(weight, x).as_text()
-    assert "stablehlo.convolution" not in text
-    np.testing.assert_allclose(got, want, atol=3e-4)
-    for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
-        np.testing.assert_allclose(slope, wanted, atol=1e-2)
-
-
 def plain(weight: jax.Array, x: jax.Array, *, doubled: bool) -> jax.Array:
     """A 3x3 convolution with padding 1 by XLA, of an image or of one that has been doubled."""
     return xla_convolution(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
 
 
-def check_on_a_cpu(
-    function: Callable[[jax.Array, jax.Array], jax.Array], weight: jax.Array, x: jax.Array, mesh: Mesh
-) -> str:
-    """Numbers and gradients are those of XLA's convolution, but for one rounding of 16 bits; the program before XLA."""
-    wide = (weight.astype(jnp.float32), x.astype(jnp.float32))
-    want, pull = jax.vjp(partial(plain, doubled=function is convolution.convolve_doubled), *wide)
-    with compiling_for("cpu", mesh):
+FORMS: dict[str, tuple[str, dict[str, bool], bool]] = {
+    "taps": ("tpu", {}, False),
+    "taps of a doubled image": ("tpu", {}, True),
+    "products of a doubled image": ("cpu", {}, True),
+    "tiles": ("cpu", {"amx": False}, False),
+    "16-bit taps": ("cpu", {"amx": True}, False),
+}
+"""Of a convolution: the platform, whether its processor has AMX, and whether the image is doubled first."""
+
+
+def forced(form: str, at_a_time: str, size: tuple[int, int, int], outputs: int, patch: pytest.MonkeyPatch) -> None:
+    """Let a form be taken for so small a convolution, with its sums at once, an image's, or those of some rows."""
+    images, height, width = size
+    rows = {"all": images * height, "an image": height}.get(at_a_time, 2)
+    if form.startswith("taps"):
+        patch.setattr(tpu, "ACCUMULATOR_BYTES", rows * 4 * width * outputs)
+    elif form.startswith("products"):
+        patch.setattr(cpu, "PRODUCT_BYTES", rows * 4 * width * 9 * outputs)
+    elif form == "tiles":
+        tiles = {"all": 4 * 10, "an image": 10}.get(at_a_time, 2)
+        for name, value in {"TILES_AT_ONCE": tiles, "MIN_TILES": 1, "TILE_CHANNELS": 32}.items():
+            patch.setattr(cpu, name, value)
+    else:
+        patch.setattr(cpu, "TAP_CHANNELS", 32)
+        patch.setattr(cpu, "TAP_BYTES", rows * 4 * width * outputs)
+
+
+CONVOLUTIONS = [
+    pytest.param(form, at_a_time, dtype, id=f"{form}-{at_a_time}-{jnp.dtype(dtype).name}", marks=marks)
+    for form in FORMS
+    for at_a_time, dtype, marks in (
+        *((one, jnp.bfloat16 if form == "16-bit taps" else jnp.float32,
+           pytest.mark.slow if form == "taps of a doubled image" else ()) for one in AT_A_TIME),
+        *([("all", jnp.bfloat16, pytest.mark.slow)] if form in ("tiles", "products of a doubled image") else []),
+    )
+    if form != "taps of a doubled image" or at_a_time == "all"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "at_a_time", "dtype"), CONVOLUTIONS)
+def test_forms_of_a_convolution(form: str, at_a_time: str, dtype: jnp.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers and gradients are those of XLA's convolution on two devices, but for one rounding of 16 bits.
+
+    Taps are matmuls, nine of them; tiles are Winograd's form, also of sizes that are no multiples of 4; of a doubled
+    image the products are doubled.
+    """
+    platform, processor, doubled = FORMS[form]
+    odd = at_a_time == "rows that do not come out even"
+    height, width = (19 if odd else 18, 6) if "amx" in processor else (9, 5)
+    inputs, outputs = {"tpu": (64, 64)}.get(platform, (24, 16) if doubled else (32, 40))
+    forced(form, at_a_time, (4, height, width), outputs, monkeypatch)
+    if processor:
+        monkeypatch.setattr(cpu, "has_amx", lambda: processor["amx"])
+    mesh = make_mesh(jax.devices()[:2])
+    weight = (normal(3, 3, inputs, outputs) / (1 if platform == "tpu" else 16)).astype(dtype)
+    x = jax.device_put(normal(4, height, width, inputs).astype(dtype), over_batch(mesh))
+    function = convolution.convolve_doubled if doubled else convolution.convolve
+    want, pull = jax.vjp(partial(plain, doubled=doubled), weight.astype(jnp.float32), x.astype(jnp.float32))
+    with compiling_for(platform, mesh, "TPU v5 lite" if platform == "tpu" else ""):
         lowered = jax.jit(lambda *given: function(*given)).lower(weight, x)
         slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
-    got = lowered.compile()(weight, x)
-    assert got.dtype == x.dtype
-    exact = x.dtype == jnp.float32
-    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0 if exact else 2**-8, atol=1e-5)
+    got, text = lowered.compile()(weight, x), lowered.as_text()
+    assert got.dtype == dtype
+    assert "stablehlo.convolution" not in text
+    assert form != "16-bit taps" or text.count("stablehlo.dot_general") >= 9
+    assert f"x{2 * height}x{2 * width}x{inputs}x" not in text or platform == "tpu"  # the doubled image
+    exact = dtype == jnp.float32
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), want, rtol=0 if exact else 2**-8, atol=3e-4 if platform == "tpu" else 1e-5
+    )
     for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
         difference = float(jnp.abs(slope.astype(jnp.float32) - wanted).max() / jnp.abs(wanted).max())
-        assert difference < (1e-5 if exact else 0.03)
-    text: str = lowered.as_text()
-    assert "stablehlo.convolution" not in text
-    return text
-
-
-@pytest.mark.parametrize(
-    ("at_a_time", "dtype"),
-    [*((one, jnp.float32) for one in AT_A_TIME), pytest.param("all", jnp.bfloat16, marks=pytest.mark.slow)],
-)
-def test_convolution_of_a_doubled_image_on_a_cpu(
-    dtype: jnp.dtype, at_a_time: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products are doubled: the numbers and gradients of a convolution of what they are made of."""
-    devices = 2
-    from canvax.parallel.mesh import make_mesh, over_batch
-
-    row = 4 * 5 * 9 * 16
-    sums = {"all": 4 * 9 * row, "an image": 9 * row}.get(at_a_time, 2 * row)
-    monkeypatch.setattr(cpu, "PRODUCT_BYTES", sums)
-    mesh = make_mesh(jax.devices()[:devices])
-    weight = (normal(3, 3, 24, 16) / 15).astype(dtype)
-    x = jax.device_put(normal(4, 9, 5, 24).astype(dtype), over_batch(mesh))
-    text = check_on_a_cpu(convolution.convolve_doubled, weight, x, mesh)
-    assert "x18x10x24x" not in text  # the doubled image
-
-
-@pytest.mark.parametrize(
-    ("at_a_time", "dtype"),
-    [*((one, jnp.float32) for one in AT_A_TIME), pytest.param("all", jnp.bfloat16, marks=pytest.mark.slow)],
-)
-def test_convolution_by_tiles_on_a_cpu(dtype: jnp.dtype, at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Winograd's form: the numbers and gradients of XLA's convolution, also of sizes that are no multiples of 4."""
-    devices = 2
-    from canvax.parallel.mesh import make_mesh, over_batch
-
-    tiles = {"all": 4 * 10, "an image": 10}.get(at_a_time, 2)
-    monkeypatch.setattr(cpu, "has_amx", lambda: False)
-    for name, value in {"TILES_AT_ONCE": tiles, "MIN_TILES": 1, "TILE_CHANNELS": 32}.items():
-        monkeypatch.setattr(cpu, name, value)
-    height = 19 if at_a_time == "rows that do not come out even" else 18
-    mesh = make_mesh(jax.devices()[:devices])
-    weight = (normal(3, 3, 32, 40) / 17).astype(dtype)
-    x = jax.device_put(normal(4, height, 6, 32).astype(dtype), over_batch(mesh))
-    check_on_a_cpu(convolution.convolve, weight, x, mesh)
-
-
-@pytest.mark.parametrize("at_a_time", AT_A_TIME)
-def test_bfloat16_convolution_by_taps_on_a_cpu(at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AMX: the numbers and gradients of XLA's convolution, of nine matmuls."""
-    devices = 2
-    from canvax.parallel.mesh import make_mesh, over_batch
-
-    height = 19 if at_a_time == "rows that do not come out even" else 18
-    row = 4 * 6 * 40
-    monkeypatch.setattr(cpu, "has_amx", lambda: True)
-    monkeypatch.setattr(cpu, "TAP_CHANNELS", 32)
-    monkeypatch.setattr(cpu, "TAP_BYTES", {"all": 4 * height * row, "an image": height * row}.get(at_a_time, 2 * row))
-    mesh = make_mesh(jax.devices()[:devices])
-    weight = (normal(3, 3, 32, 40) / 17).astype(jnp.bfloat16)
-    x = jax.device_put(normal(4, height, 6, 32).astype(jnp.bfloat16), over_batch(mesh))
-    text = check_on_a_cpu(convolution.convolve, weight, x, mesh)
-    assert text.count("stablehlo.dot_general") >= 9
+        assert difference < (3e-5 if exact else 0.03)
 
 
 @pytest.mark.parametrize(("inputs", "amx", "taps"), [(256, True, True), (128, True, False), (256, False, False)])
@@ -486,11 +447,8 @@ def some_rows(p: dict[str, jax.Array], x: jax.Array, k: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("rows", [1024, 1031], ids=["whole parts", "filled up"])
 def test_rows_a_few_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers and gradients as all at once, each image with its own ``k``, on one device and on two."""
-    devices = 2
-    from canvax.parallel.mesh import make_mesh, over_batch
-
     monkeypatch.setattr(outline, "LARGE_ROWS", 1)
-    mesh = make_mesh(jax.devices()[:devices])
+    mesh = make_mesh(jax.devices()[:2])
     p, x, k = {"weight": normal(8, 32)}, normal(2, rows, 8), normal(2, 32, 16)
     x, k = (jax.device_put(array, over_batch(mesh)) for array in (x, k))
     with compiling_for("cpu", mesh):

@@ -70,6 +70,7 @@ def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.Pipeline
     assert np.abs(again.pixels - larger.pixels).mean() > 1e-3
 
 
+@pytest.mark.slow
 def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.Pipeline) -> None:
     settings: dict[str, Any] = {"hires": 2, "hires_steps": 2, "num_inference_steps": 2}
     both = draw(emoji, ["a fox", "a cat"], hires_prompt=["a red fox", "a red cat"], **settings)

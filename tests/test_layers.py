@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ ROWS: list[set[str]] = [
     {"images"},
     {"guidance"},
     {"denoise"},
+    {"rollouts"},
     {"weights"},
     {"families"},
     {"extend"},
@@ -107,6 +109,21 @@ def test_no_circle() -> None:
     while leaves := {name for name, there in graph.items() if not there & graph.keys()}:
         graph = {name: there for name, there in graph.items() if name not in leaves}
     assert not graph, f"files that import each other in a circle, or lead into one: {', '.join(sorted(graph))}"
+
+
+def test_the_page_shows_these_rows_and_files_that_exist() -> None:
+    """docs/design/README.md lists ROWS in order, the modules of the server, and no file that is gone."""
+    page = (SRC.parent.parent / "docs" / "design" / "README.md").read_text(encoding="utf-8")
+    lines = page.partition("## Import rules")[2].partition("## The server")[0].splitlines()
+    shown = [set(line[4:].partition("  ")[0].split()) for line in lines if line.startswith("    ")]
+    names = [{re.sub(r"\..*", ".*", name) for name in row if not name.startswith("_")} for row in ROWS]
+    assert shown == names
+    table = re.findall(r"^\|.*?\|(.*?)\|", page.partition("## The server")[2].partition("##")[0], re.M)
+    listed = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
+    assert listed >= {path.stem for path in (SRC / "server").glob("[!_]*.py")} - {"jobs"}
+    files = {f"/{path.relative_to(SRC.parent.parent).as_posix()}" for path in (SRC.parent.parent).glob("[st]*/**/*.py")}
+    for name in re.findall(r"`([a-z_\d/]+\.py)`", page):
+        assert any(file.endswith(f"/{name}") for file in files), name
 
 
 def test_the_key_of_a_program_has_the_sources_that_it_is_traced_from() -> None:

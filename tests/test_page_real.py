@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from canvax.server.engine import ImageEngine
-from tests.support.serving import generating
+from tests.support.serving import generating, until
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 SHOTS = os.environ.get("CANVAX_SHOTS")
@@ -78,7 +78,7 @@ def test_draw_watch_inpaint_and_drop(page: Any, server: tuple[str, ImageEngine],
     shot(page, "done")
     page.locator(".tile .open").first.focus()
     page.keyboard.press("p")
-    page.wait_for_selector("#mask[open]")
+    page.locator("#mask-canvas:focus").wait_for()
     box = page.locator("#mask-canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.7)
     page.mouse.down()
@@ -88,7 +88,8 @@ def test_draw_watch_inpaint_and_drop(page: Any, server: tuple[str, ImageEngine],
     page.click("#mask-use")
     draw(page, "a red apple")
     page.wait_for_selector(".tile.busy", state="detached")
-    job = engine.jobs() or list(engine._book._over.values())[-1][1]
+    until(lambda: not engine.jobs())  # the page is ahead of the server
+    job = list(engine._book._over.values())[-1][1]
     assert job.request.mask is not None
     assert not page.locator(".tile.failed").count()
     (tmp_path / "image.png").write_bytes(job.pictures[0].data or b"")

@@ -29,6 +29,7 @@ from canvax.pipelines.request import make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.weights.location import BUNDLED
 from tests.support.bundled import LATENTS
+from tests.support.drawing import one_device
 from tests.support.refusals import refused
 
 QUIET = canvax.Options(progress=False)
@@ -239,7 +240,7 @@ def test_a_pipeline_is_a_line(emoji: canvax.Pipeline) -> None:
 
 @pytest.mark.slow
 def test_functional_style() -> None:
-    pipe, params = canvax.Pipeline.from_pretrained("emoji", mesh=make_mesh(jax.devices()[:1]))
+    pipe, params = canvax.Pipeline.from_pretrained("emoji", mesh=one_device())
     assert params.keys() == {"unet", "vae", "text_encoder"}
     with pytest.raises(canvax.InputError, match="params"):
         draw(pipe, "a cat")

@@ -26,6 +26,7 @@ from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
 from canvax.models.networks import Networks
+from canvax.models.qwen_image import QwenImageConfig
 from canvax.parallel.mesh import make_mesh, parse_mesh
 from canvax.parallel.rules import abstract_params
 from canvax.params import count
@@ -41,6 +42,8 @@ from canvax.weights.open import open_files
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 from tests.support.tiny_preset import TINY
+
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(autouse=True)
@@ -95,86 +98,8 @@ def test_data_sheets_are_plausible() -> None:
         assert f"core_count: {gpu.processors}\n" in gpu.described
 
 
-HLO = """\
-HloModule jit_f, is_scheduled=true
-
-%sliced (p0: bf16[10,64,64], p1: s32[]) -> bf16[64,64] {
-  %p0 = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %p1 = s32[]{:T(128)} parameter(1)
-  %slice.1 = bf16[1,64,64]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p0, %p1), dynamic_slice_sizes={1,64,64}
-  ROOT %bitcast.1 = bf16[64,64]{1,0:T(8,128)(2,1)} bitcast(%slice.1)
-}
-
-%layer (a: (s32[], bf16[64,64], bf16[10,64,64])) -> (s32[], bf16[64,64], bf16[10,64,64]) {
-  %a = (s32[]{:T(128)}, bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[10,64,64]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %i = s32[]{:T(128)S(6)} get-tuple-element(%a), index=0
-  %x = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%a), index=1
-  %w = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} get-tuple-element(%a), index=2
-  %y = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} fusion(%w, %i), kind=kOutput, calls=%sliced, backend_config={"window_config":{"estimated_cycles":"1503"}}
-  ROOT %t = (s32[]{:T(128)}, bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[10,64,64]{2,1,0:T(8,128)(2,1)}) tuple(%i, %y, %w)
-}
-
-%ten (b: (s32[], bf16[64,64], bf16[10,64,64])) -> pred[] {
-  %limit = s32[]{:T(128)} constant(10)
-  %b = (s32[]{:T(128)}, bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[10,64,64]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %j = s32[]{:T(128)} get-tuple-element(%b), index=0
-  ROOT %lt = pred[]{:T(512)} compare(%j, %limit), direction=LT
-}
-
-%step (c: (s32[], bf16[64,64], bf16[10,64,64], s32[])) -> (s32[], bf16[64,64], bf16[10,64,64], s32[]) {
-  %c = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) parameter(0)
-  %in = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}) tuple(%c, %c, %c)
-  %layers = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}) while(%in), condition=%ten, body=%layer
-  %told = bf16[64,64]{1,0} custom-call(%in), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"197000000000","transcendentals":"0","bytes_accessed":"8"}}}
-  %silent = bf16[64,64]{1,0} custom-call(%told), custom_call_target="tpu_custom_call", backend_config={}
-  %free = bf16[64,64]{1,0} custom-call(%told), custom_call_target="ConcatBitcast", backend_config={}
-  %sum = bf16[64,64]{1,0} all-reduce(%told), to_apply=%add
-  ROOT %out = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) tuple(%c, %c, %c, %c)
-}
-
-%more (d: (s32[], bf16[64,64], bf16[10,64,64], s32[])) -> pred[] {
-  %d = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) parameter(0)
-  %k = s32[] get-tuple-element(%d), index=0
-  %n = s32[] get-tuple-element(%d), index=3
-  ROOT %lt.2 = pred[] compare(%k, %n), direction=LT
-}
-
-ENTRY %main (w.1: bf16[10,64,64], n.1: s32[]) -> bf16[64,64] {
-  %w.1 = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %n.1 = s32[]{:T(128)} parameter(1)
-  %copy-start = (bf16[64,64]{1,0:S(1)}, bf16[64,64]{1,0}, u32[]{:S(2)}) copy-start(%w.1)
-  %copy-done = bf16[64,64]{1,0:S(1)} copy-done(%copy-start)
-  %zero = s32[]{:T(128)} constant(0)
-  %all = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) tuple(%zero, %copy-done, %w.1, %n.1)
-  %gathered = bf16[128,64]{1,0:S(1)} all-gather-start(%copy-done), dimensions={0}
-  %steps = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) while(%all), condition=%more, body=%step
-  %result = bf16[64,64]{1,0:S(1)} get-tuple-element(%steps), index=1
-  ROOT %end = bf16[64,64]{1,0} fusion(%result), kind=kLoop, calls=%sliced, backend_config={"window_config":{"estimated_cycles":"3006"}}
-}
-"""  # noqa: E501
-
-UPDATED = """\
-HloModule jit_g, is_scheduled=true
-
-%updating (p0: bf16[10,64,64], p1: bf16[1,64,64], p2: s32[]) -> bf16[10,64,64] {
-  %p0 = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %p1 = bf16[1,64,64]{2,1,0:T(8,128)(2,1)} parameter(1)
-  %p2 = s32[]{:T(128)S(6)} parameter(2)
-  ROOT %dus = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%p0, %p1, %p2, %p2, %p2)
-}
-
-ENTRY %main (w: bf16[10,64,64], x: bf16[1,64,64], i: s32[]) -> bf16[10,64,64] {
-  %w = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %x = bf16[1,64,64]{2,1,0:T(8,128)(2,1)} parameter(1)
-  %i = s32[]{:T(128)S(6)} parameter(2)
-  %once = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%w, %x, %i, %i, %i)
-  ROOT %twice = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} fusion(%once, %x, %i), kind=kLoop, calls=%updating
-}
-"""
-
-
 def test_an_update_in_place_moves_the_update_alone() -> None:
-    module = Module(UPDATED, CHIPS["v5e"])
+    module = Module((DATA / "update.hlo").read_text(), CHIPS["v5e"])
     assert module.whole().bytes == 2 * 2 * (64 * 64 * 2)  # twice read and written
 
 
@@ -182,7 +107,8 @@ TILE = 64 * 64 * 2
 
 
 def test_costs_from_text() -> None:
-    module = Module(HLO, CHIPS["v5e"])
+    text = (DATA / "step.hlo").read_text()
+    module = Module(text, CHIPS["v5e"])
     setup, step = module.setup(), module.step()
     assert setup.seconds == pytest.approx(2e-6)
     assert setup.bytes == 2 * TILE  # fetched, and written at the end; what stays on the chip moves nothing
@@ -195,7 +121,7 @@ def test_costs_from_text() -> None:
     whole = module.whole()
     assert whole.seconds == pytest.approx(setup.seconds + step.seconds)
     assert "turns of the loop steps" in whole.unpriced
-    assert collectives(HLO) == {"all-gather": 1, "all-reduce": 1}
+    assert collectives(text) == {"all-gather": 1, "all-reduce": 1}
     assert collectives(module.step_text()) == {"all-reduce": 1}
 
 
@@ -298,9 +224,11 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [program.reused for program in plans[2].programs] == [True, False, True, False]
     assert plans[2].seconds > plans[0].seconds
     assert "from 2 references" in lines(plans[2])[0]
-    with pytest.raises(InputError) as caught:
+    for number, reused in ((0, [False] * 3), (1, [False, False, True, False])):  # its text encoder sees them
+        programs = canvax.plan("qwen-image-2.1", "v6e:1x1", references=number).programs
+        assert [program.reused for program in programs] == reused
+    with refused("references"):
         canvax.plan("tiny", "v5e:2x2", references=1)
-    assert caught.value.argument == "references"
     cfg = Flux2Config(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
                       joint_attention_dim=7680, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False)  # fmt: skip
     klein, mesh = PRESETS["flux2-klein-4b"], make_mesh(jax.devices()[:1])
@@ -310,6 +238,13 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     work = [evaluation_flops(Programs(small, mesh), params, latents, guided=False, references=(size,) * n)
             for n in (0, 1, 2)]  # fmt: skip
     assert work[2] - work[1] > work[1] - work[0] > 0  # attention
+    qwen = PRESETS["qwen-image-2.1"]
+    small = replace(qwen, denoiser=replace(qwen.denoiser, cfg=QwenImageConfig(num_layers=1)))
+    params = {name: abstract_params(spec, "float32", mesh) for name, spec in small.specs().items()}
+    latents = small.latent_shape(1, 512, 512)
+    work = [evaluation_flops(Programs(small, mesh), params, latents, guided=False, references=(size,) * n)
+            for n in (0, 1)]  # fmt: skip
+    assert work[1] < 1.5 * work[0]  # they pass through the network before the loop
 
 
 def test_too_large(told: Any) -> None:

@@ -109,8 +109,6 @@ def test_process_ends_with_its_caller() -> None:
     with subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(job.dumps() + "\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline()) == {"program": "denoise"}

@@ -216,7 +216,7 @@ def test_imagine() -> None:
     from tests.support.serving import served
 
     app = create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics(), more=imagine)
-    with served(app, named=False) as base, httpx.Client(base_url=base) as http:
+    with served(app) as base, httpx.Client(base_url=base) as http:
         image = http.get("/imagine", params={"prompt": "a red apple", "img_size": 64})
         assert (image.status_code, image.headers["content-type"]) == (200, "image/png")
         assert image.content.startswith(b"\x89PNG")

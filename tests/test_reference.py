@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from canvax.call import Load, OptionRecord
-from canvax.cli.arguments import COMMANDS, parse
+from canvax.cli.arguments import COMMANDS, build_parser, parse
 from canvax.settings import declared
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -49,6 +49,21 @@ def test_pages_are_complete(pages: dict[str, str]) -> None:
     for name in (*declared(Load), *declared(OptionRecord)):
         assert f"| `{name}` |" in pages["settings.md"]
     assert "| `GET /api/images` |" in pages["http-api.md"]
+
+
+def test_each_flag_is_with_its_command_or_in_a_group_that_the_command_names(
+    pages: dict[str, str], generate: ModuleType
+) -> None:
+    text = pages["command-line.md"]
+    groups = {
+        title.splitlines()[0].lower(): title for title in text.partition("## Shared flags")[2].split("\n### ")[1:]
+    }
+    for name, _, parser in generate._commands(build_parser()):
+        section = text.partition(f"## canvax {name}\n")[2].partition("\n## ")[0]
+        named = [group for title, group in groups.items() if f"[{title}]".lower() in section.lower()]
+        for row in [row for rows in generate._groups(parser).values() for row in rows] if name != "ui" else []:
+            line = generate.table(("Flag", "Meaning"), [row]).splitlines()[-1]
+            assert line in section or any(line in group for group in named), (name, row[0])
 
 
 def commands(page: Path) -> list[str]:
@@ -107,7 +122,10 @@ BETTER = {
 """Words of sentences that readers had to read twice, and what to write."""
 
 
-PAGES = [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md")), DOCS.parent / "README.md"]
+ROOT = DOCS.parent
+SUFFIXES = (".md", ".py", ".ipynb", ".yaml", "")
+EXAMPLES = [path for folder in ("deploy", "examples") for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *filter(Path.is_file, EXAMPLES)])
 
 
 def not_plain(text: str, rules: dict[str, str]) -> list[str]:
@@ -120,20 +138,14 @@ def not_plain(text: str, rules: dict[str, str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS.parent)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_is_plain(page: Path) -> None:
     found = not_plain(page.read_text(encoding="utf-8"), BETTER)
     assert not found, "\n".join(found)
 
 
-PACKAGE = DOCS.parent / "src" / "canvax"
-ROOMS = (
-    *("families", "flax_api", "images", "kernels", "models", "parallel", "planning", "prompts", "samplers", "scale"),
-    *("tokenizers", "train", "weights", "denoise.py", "nn.py", "noise.py", "params.py", "quantize.py"),
-)
-"""Parts of the package whose docstrings and comments are checked."""
-
-UNCHECKED = {"folder.py", "data_folder.py"}
+PACKAGE = ROOT / "src" / "canvax"
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 OPENING = {
     r"^(?:As|How|It|Its|Likewise|Nothing|Of|That|Those|What|Where|Whether|Which|Who|Why)\b": "the noun that matters"
@@ -159,15 +171,46 @@ def docstrings(source: str) -> Iterator[tuple[int, str, bool]]:
                     yield part.lineno, text, acts
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_docstrings_are_plain(room: str) -> None:
-    """Docstrings and comments of the package follow the rules of the docs, and begin with a verb or a noun."""
+def sentences(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string that has words, except docstrings; X stands for a value."""
+    tree = ast.parse(source)
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    skipped |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        match node:
+            case _ if id(node) in skipped:
+                continue
+            case ast.Constant(value=str(text)):
+                pass
+            case ast.JoinedStr(values=values):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in values)
+            case _:
+                continue
+        if re.search("[a-z]{2} [a-z]{2}", text):
+            yield node.lineno, text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each comment of Python."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    yield from ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
+
+
+def test_the_package_is_plain() -> None:
+    """Docstrings, comments, messages and help follow the rules of the docs; docstrings begin with a verb or a noun."""
     found = []
-    paths = [PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py"))
-    for path in (path for path in paths if path.name not in UNCHECKED):
+    for path in MODULES:
         source = path.read_text(encoding="utf-8")
         texts = [(line, text, OPENING | (VERB if acts else {}) | BETTER) for line, text, acts in docstrings(source)]
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        texts += [(t.start[0], t.string, BETTER) for t in tokens if t.type == tokenize.COMMENT]
-        found += [f"{path.name}:{line} {fault}" for line, text, rules in texts for fault in not_plain(text, rules)]
+        texts += [(line, text, BETTER) for line, text in (*comments(source), *sentences(source))]
+        name = path.relative_to(PACKAGE)
+        found += [f"{name}:{line} {fault}" for line, text, rules in texts for fault in not_plain(text, rules)]
+    assert not found, "\n".join(found)
+
+
+def test_help_begins_with_its_noun(pages: dict[str, str]) -> None:
+    """Flags and settings are described by a noun or a verb, as docstrings are."""
+    rows = [line for page in ("command-line.md", "settings.md") for line in pages[page].splitlines() if line[:1] == "|"]
+    cells = [cell.strip() for row in rows for cell in row.strip("|").split(" | ")]
+    found = [fault for cell in cells for fault in not_plain(cell[:1].upper() + cell[1:], OPENING)]
     assert not found, "\n".join(found)

@@ -21,11 +21,11 @@ from canvax.compile.programs import Programs
 from canvax.denoise import step_noise
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
-from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import abstract_params
 from canvax.pipelines.functions import denoise
 from canvax.samplers import SAMPLERS, Scheduler, build_table, from_scheduler_config, run
 from tests.support.bundled import LATENTS
+from tests.support.drawing import one_device
 
 
 def rows_on_the_host(
@@ -108,7 +108,7 @@ def test_a_call_like_one_before_does_not_look_at_every_weight(monkeypatch: pytes
         return {}
 
     monkeypatch.setattr(Programs, "wanted", wanted)
-    programs = Programs(None, make_mesh(jax.devices()[:1]))  # type: ignore[arg-type]
+    programs = Programs(None, one_device())  # type: ignore[arg-type]
     params = {"unet": {"a": jnp.ones(2), "b": jnp.ones(3)}, "vae": jnp.ones(4)}
     first = programs.ready(params, (1, 8, 8, 4), Kinds())
     assert programs.ready(jax.tree.map(lambda leaf: leaf, params), (1, 8, 8, 4), Kinds()) is first
@@ -149,7 +149,7 @@ class Own(Addition):
 def test_what_a_call_adds_brings_its_programs(add: Addition) -> None:
     """The programs of a run have no other names, and the denoiser is another one if it reads more."""
     networks = canvax.load("emoji").model.networks
-    programs = Programs(networks, make_mesh(jax.devices()[:1]))
+    programs = Programs(networks, one_device())
     params = {name: abstract_params(spec, "float32", programs.mesh) for name, spec in networks.specs().items()}
     plain = programs.wanted(params, (1, 8, 8, 32))
     wanted = programs.wanted(params, (1, 8, 8, 32), Kinds().adding(add))

@@ -32,6 +32,7 @@ from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
 from tests.support.checkpoints import write_json
+from tests.support.drawing import one_device
 from tests.support.small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 
 QUIET = canvax.Options(progress=False)
@@ -93,7 +94,7 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.weekly)])
 def test_low_precision(dtype: str, folder: Path, base: canvax.Pipeline) -> None:
-    pipe = canvax.load(folder, dtype=dtype, mesh=make_mesh(jax.devices()[:1]))
+    pipe = canvax.load(folder, dtype=dtype, mesh=one_device())
     options = {"prompt_2": "a dog", "original_size": (1083, 1081)}
     want, got = draw(base, options=options), draw(pipe, options=options)
     assert np.isfinite(got.latents).all()
@@ -115,30 +116,6 @@ def test_numbers_that_16_bits_round_are_embedded_exactly(what: str) -> None:
     exact, half = embedded(jnp.float32), embedded(jnp.bfloat16)
     apart = np.abs(exact[0] - exact[1]).max()
     assert np.abs(half - exact).max() < apart / 4
-
-
-@pytest.mark.slow
-def test_same_picture_on_many_devices(folder: Path, base: canvax.Pipeline) -> None:
-    count = 8
-    prompts = ["a cat", "a dog", "a red apple"]
-    options = {"prompt_2": ["x", "y", "z"], "original_size": (32, 32), "negative_target_size": (9, 9)}
-    want = draw(base, prompts, options=options)
-    got = draw(load(folder, count), prompts, options=options)
-    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
-
-
-def test_metadata_draws_it_again(base: canvax.Pipeline) -> None:
-    options = {"prompt_2": ["x", "y"], "negative_prompt_2": "z", "crops_coords_top_left": (8, 0)}
-    result = draw(base, ["a cat", "a dog"], options=options)
-    said = json.loads(json.dumps(result.metadata[1]))
-    assert said["options"]["prompt_2"] == "y"
-    again = canvax.Options(**said["options"], progress=False)
-    assert again.crops_coords_top_left == (8, 0)
-    got = base(
-        said["prompt"], said["negative_prompt"], num_inference_steps=said["num_inference_steps"], seed=said["seed"],
-        options=again,
-    )  # fmt: skip
-    np.testing.assert_allclose(got.latents[0], result.latents[1], atol=1e-4)
 
 
 @pytest.mark.parametrize("sampler", ["Euler", "Euler a", "DDIM", "DDPM"])
@@ -264,7 +241,7 @@ def test_vae_stays_finite(dtype: str, upcast: bool) -> None:
         conv = params["decoder"]["up_blocks"][block]["upsamplers"]["0"]["conv"]
         conv["weight"] = conv["weight"] * 200
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
-    programs = Programs(Networks(UNetDenoiser(UNET), cfg, TEXT), make_mesh(jax.devices()[:1]))
+    programs = Programs(Networks(UNetDenoiser(UNET), cfg, TEXT), one_device())
     latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32)
     decode = programs.program("decoder", {"vae": params}, latents.shape, Kinds(guided=()))
     images = np.asarray(decode({"vae": params}, latents))

@@ -1,9 +1,10 @@
-"""Adapters of a server's clients: named by request, in one batch, and nothing compiles for them."""
+"""Adapters, textual inversions and autoencoders that clients of a server name: in one batch, and nothing compiles."""
 
 from __future__ import annotations
 
 import base64
-import io
+import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,21 +16,34 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 import canvax
+from canvax.cli import main
 from canvax.compile.monitor import counting
-from canvax.images.metadata import metadata_in
+from canvax.errors import CheckpointError, InputError
+from canvax.images.infotext import from_infotext, settings_left
+from canvax.images.metadata import read_metadata
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings, Wanted
+from canvax.server.embedding_cache import EmbeddingCache, reading
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected
-from canvax.server.models import Warm
+from canvax.server.jobs_api import as_job
+from canvax.server.models import ServedModel, Warm
+from canvax.server.part_cache import KEPT, vae_cache
 from canvax.server.work import Beside, check, may_begin
+from canvax.weights.data_folder import embedding_files, using, vae_files
+from canvax.weights.embeddings import read_word
+from canvax.weights.location import BUNDLED
 from tests.support.adapter_files import Draw, layers, lora, write
-from tests.support.serving import generating
+from tests.support.serving import asked, b64, by_a1111, by_job, seen
 
 NAMES = ("ink", "clay", "wool")
+VAES = ("soft", "hard", "odd")
 BODY = {"prompt": "a red apple", "seed": 3, "steps": 3}
 PLACES = 2
+WIDTH = 160
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +53,7 @@ def emoji() -> canvax.Pipeline:
 
 @pytest.fixture(scope="module")
 def folder(emoji: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three adapters, one with a textual inversion inside, and a file that is none."""
     folder = tmp_path_factory.mktemp("loras")
     for i, name in enumerate(NAMES):
         draw, arrays = Draw(i), {}
@@ -53,74 +68,114 @@ def folder(emoji: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[tuple[httpx.Client, ImageEngine]]:
+def data(tmp_path_factory: pytest.TempPathFactory, small_folder: Path) -> Iterator[Path]:
+    """A folder of models. Embeddings: two for the model, one in a subfolder, one for another model, and pickles.
+
+    Autoencoders: four with the config of the model's, of which "reader" decodes alike, and one with another config.
+    """
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "models").mkdir()
+    for i, (name, width) in enumerate({"Wool": WIDTH, "yarn": WIDTH, "style/felt": WIDTH, "alien": 768}.items()):
+        path = folder / "embeddings" / f"{name}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, {"emb_params": Draw(i)(2 + i, width) * 3})
+    (folder / "embeddings/wool_old.pt").write_bytes(b"pickle")
+    (folder / "embeddings/Wool.pt").write_bytes(b"pickle")
+    for i, name in enumerate((*VAES, "reader")):
+        vae = folder / "models/VAE" / name
+        shutil.copytree(BUNDLED["emoji"] / "vae", vae)
+        arrays = load_file(vae / WEIGHTS)
+        for key in ("encoder.conv_in.weight", "decoder.conv_out.weight")[: 1 if name == "reader" else 2]:
+            arrays[key] = arrays[key] * (0.6 + 0.1 * i)
+        save_file(arrays, vae / WEIGHTS)
+    shutil.copytree(small_folder / "vae", folder / "models/VAE/other")
+    with using(str(folder)):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, data: Path) -> Iterator[tuple[httpx.Client, ImageEngine]]:
     adapters = AdapterSettings(folder, (folder / "ink.safetensors",), places=PLACES)
-    with (
-        generating(EngineSettings(warm=(Warm(None, (1, 4)),), adapters=adapters)) as (base, engine),
-        httpx.Client(base_url=base, timeout=120) as client,
-    ):
-        yield client, engine
+    with asked(EngineSettings(warm=(Warm(None, (1, 4)),), adapters=adapters)) as server:
+        yield server
 
 
-def drawn(client: httpx.Client, **more: Any) -> tuple[np.ndarray, dict[str, Any]]:
+def drawn(
+    client: httpx.Client, prompt: str = "a red apple", vae: str = "", path: str = "txt2img", **more: Any
+) -> tuple[np.ndarray, dict[str, Any]]:
     """An image of A1111's API and its metadata."""
-    answer = client.post("/sdapi/v1/txt2img", json=BODY | more)
-    assert answer.status_code == 200, answer.text
-    return opened(base64.b64decode(answer.json()["images"][0]))
+    settings = {"override_settings": {"sd_vae": vae}} if vae else {}
+    return by_a1111(client, BODY | {"prompt": prompt} | settings | more, path)
 
 
-def opened(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
-    return np.asarray(Image.open(io.BytesIO(data)), np.int16), metadata_in(io.BytesIO(data), Path("it"))
+TAGS = ["<lora:ink:0.8>", "<lora:clay:1>", "<lora:wool-v1:0.5>", "<lora:ink:0.5><lora:clay:1>"]
+ASKED: list[dict[str, str]] = [
+    {}, *({"prompt": f"a red apple {tags}"} for tags in TAGS),
+    *({"prompt": prompt} for prompt in ("a wool apple", "a yarn apple", "a (Wool:1.2) yarn apple")),
+    *({"vae": name} for name in VAES),
+]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_each_request_has_its_own(
-    server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.Pipeline
+    server: tuple[httpx.Client, ImageEngine], folder: Path, data: Path, emoji: canvax.Pipeline
 ) -> None:
-    """Six clients at once with three adapters in two places: all images as alone, and nothing compiled."""
+    """In one batch as alone, with more of each than there are places for, and as the pipeline; nothing compiles."""
     client, _ = server
-    asked = ["", "<lora:ink:0.8>", "<lora:clay:1>", "<lora:wool-v1:0.5>", "<lora:ink:0.5><lora:clay:1>", ""]
-    with counting() as counts, ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda tags: drawn(client, prompt=f"a red apple {tags}"), asked))
-        alone = [drawn(client, prompt=f"a red apple {tags}") for tags in asked]
+    with counting() as counts, ThreadPoolExecutor(len(ASKED)) as pool:
+        together = list(pool.map(lambda one: drawn(client, **one), ASKED))
+        alone = [drawn(client, **one) for one in ASKED]
+        spelled = [drawn(client, f"a {word} apple")[0] for word in ("<wool>", "embedding:WOOL.safetensors")]
+        against, of_it = drawn(client, negative_prompt="felt")
     assert counts.compilations == 0
-    for (together, told), (single, _) in zip(found, alone, strict=True):
-        assert np.abs(together - single).max() <= 1
-        assert told["prompt"].strip() == "a red apple"
-    assert [{name: entry["weight"] for name, entry in told.get("adapters", {}).items()} for _, told in found] == [
-        {},
-        {"ink": 0.8},
-        {"clay": 1.0},
-        {"wool": 0.5},
-        {"ink": 0.5, "clay": 1.0},
-        {},
+    for (image, _), (single, _) in zip(together, alone, strict=True):
+        assert np.abs(image - single).max() <= 1
+    plain, ink, clay, wool, both, word, yarn, words, soft, hard, odd = (image for image, _ in alone)
+    different = [plain, ink, clay, wool, both, word, yarn, words, soft, hard, odd, against]
+    assert all(np.abs(one - other).max() > 5 for i, one in enumerate(different) for other in different[:i])
+    told = [one for _, one in alone]
+    weights = [{name: entry["weight"] for name, entry in one.get("adapters", {}).items()} for one in told[:5]]
+    assert weights == [{}, {"ink": 0.8}, {"clay": 1.0}, {"wool": 0.5}, {"ink": 0.5, "clay": 1.0}]
+    assert told[1]["adapters"]["ink"]["file"] == "ink.safetensors"  # not where the operator keeps it
+    assert {one["prompt"].strip() for one in told[:5]} == {"a red apple"}
+    assert [sorted(one["embeddings"]) for one in (*told[5:8], of_it)] == [
+        ["Wool"],
+        ["yarn"],
+        ["Wool", "yarn"],
+        ["felt"],
     ]
-    assert found[1][1]["adapters"]["ink"]["file"] == "ink.safetensors"  # not where the operator keeps it
-    different = [pixels for pixels, _ in found[:5]]
-    assert all(np.abs(a - b).max() > 20 for i, a in enumerate(different) for b in different[:i])
+    assert told[5]["embeddings"]["Wool"]["file"] == "Wool.safetensors"
+    assert [one.get("vae") for one in told[7:]] == [None, *VAES]
+    for image in spelled:
+        np.testing.assert_array_equal(image, word)
+
+    def called(pipe: canvax.Pipeline, prompt: str = "a red apple") -> Any:
+        return pipe(prompt, seed=3, num_inference_steps=3)
+
     emoji.adapters.load("ink", folder / "ink.safetensors", 0.8)
-    merged = np.asarray(emoji("a red apple", seed=3, num_inference_steps=3)[0], np.int16)
+    assert np.abs(ink - np.asarray(called(emoji)[0], np.int16)).max() <= 2
     emoji.adapters.remove()
-    assert np.abs(found[1][0] - merged).max() <= 2
+    emoji.adapters.load_embedding(data / "embeddings/Wool.safetensors")
+    result = called(emoji, "a wool apple")
+    emoji.adapters.remove()
+    assert np.abs(word - np.asarray(result[0], np.int16)).max() <= 1
+    assert result.metadata[0]["embeddings"]["Wool"]["sha256"] == told[5]["embeddings"]["Wool"]["sha256"]
+    pipe = canvax.load("emoji", vae=data / "models/VAE/hard", progress=False, mesh=emoji.mesh)
+    assert np.abs(hard - np.asarray(called(pipe)[0], np.int16)).max() <= 1
+
+
+# Adapters.
 
 
 @pytest.mark.weekly
 def test_the_other_apis(server: tuple[httpx.Client, ImageEngine]) -> None:
     client, _ = server
-    wanted, _ = drawn(client, prompt="a red apple <lora:ink:0.8>")
+    wanted, _ = drawn(client, "a red apple <lora:ink:0.8>")
     body = {**BODY, "adapters": {"ink": 0.8}}
     answer = client.post("/v1/images/generations", json=body | {"response_format": "b64_json"})
-    assert np.abs(opened(base64.b64decode(answer.json()["data"][0]["b64_json"]))[0] - wanted).max() <= 1
-    job = client.post("/api/jobs", json=body).json()
-    with client.stream("GET", f"/api/jobs/{job['id']}/events") as events:
-        assert any("event: done" in line for line in events.iter_lines())
-    own = client.get(f"/api/jobs/{job['id']}/images/0").content
-    assert np.abs(opened(own)[0] - wanted).max() <= 1
-    half, _ = drawn(client, prompt="a red apple <lora:ink:0:0.8>")  # of the UNet alone
-    job = client.post("/api/jobs", json=body | {"adapters": {"ink": {"text_encoder": 0, "unet": 0.8}}}).json()
-    with client.stream("GET", f"/api/jobs/{job['id']}/events") as events:
-        assert any("event: done" in line for line in events.iter_lines())
-    assert np.abs(opened(client.get(f"/api/jobs/{job['id']}/images/0").content)[0] - half).max() <= 1
+    assert np.abs(seen(base64.b64decode(answer.json()["data"][0]["b64_json"]))[0] - wanted).max() <= 1
+    assert np.abs(by_job(client, body)[0] - wanted).max() <= 1
+    half, _ = drawn(client, "a red apple <lora:ink:0:0.8>")  # of the UNet alone
+    assert np.abs(by_job(client, body | {"adapters": {"ink": {"text_encoder": 0, "unet": 0.8}}})[0] - half).max() <= 1
     assert np.abs(half - wanted).max() > 5
 
 
@@ -133,7 +188,7 @@ def test_the_list(server: tuple[httpx.Client, ImageEngine], folder: Path) -> Non
     try:
         assert client.post("/sdapi/v1/refresh-loras").status_code == 200
         assert {one["name"] for one in client.get("/api/adapters").json()["adapters"]} >= {"tusche", "clay"}
-        drawn(client, prompt="<lora:tusche>")
+        drawn(client, "<lora:tusche>")
     finally:
         (folder / "tusche.safetensors").rename(folder / "ink.safetensors")
         client.post("/sdapi/v1/refresh-loras")
@@ -276,3 +331,148 @@ def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     ):
         assert main(["serve", *flags, "--port", "0"]) == 2
         assert said in capsys.readouterr().err
+
+
+# Textual inversions.
+
+
+def test_files_have_the_names_of_prompts(data: Path) -> None:
+    assert {name: path.name for name, path in embedding_files().items()} == {
+        "wool": "Wool.safetensors",
+        "yarn": "yarn.safetensors",
+        "felt": "felt.safetensors",
+        "alien": "alien.safetensors",
+        "wool_old": "wool_old.pt",
+    }
+
+
+def test_others_are_said_where_the_user_looks(server: tuple[httpx.Client, ImageEngine]) -> None:
+    client, _ = server
+    job = client.post("/api/jobs", json=BODY | {"prompt": "an alien wool_old apple"}).json()
+    assert len([hint for hint in job["hints"] if "alien.safetensors" in hint or "wool_old.pt" in hint]) == 2
+    assert not any(
+        "wool" in hint for hint in client.post("/api/jobs", json=BODY | {"prompt": "<wool>"}).json()["hints"]
+    )
+    answer = client.post("/sdapi/v1/txt2img", json=BODY | {"prompt": "an alien"}).json()
+    assert "alien.safetensors" in str(json.loads(answer["info"])["hints"])
+    listed = {one["name"]: bool(one["fault"]) for one in client.get("/api/adapters").json()["embeddings"]}
+    assert listed == {"Wool": False, "yarn": False, "felt": False, "alien": True, "wool_old": True}
+    kinds = client.get("/sdapi/v1/embeddings").json()
+    assert (kinds["loaded"].keys(), kinds["skipped"].keys()) == ({"Wool", "yarn", "felt"}, {"alien", "wool_old"})
+    assert (kinds["loaded"]["Wool"]["vectors"], kinds["loaded"]["Wool"]["shape"]) == (2, WIDTH)
+
+
+def test_rows_are_given_away(emoji: canvax.Pipeline, data: Path) -> None:
+    """Where all are taken, those of the word that was named longest ago, which can still be written."""
+    cache = EmbeddingCache(emoji.model, emoji.mesh)
+    cache._spare = {part: ids[:6] for part, ids in cache._spare.items()}
+    (wool,), _ = cache.named(["wool"])
+    (felt,), _ = cache.named(["felt"])  # 2 and 4 rows
+    assert cache.named(["wool"])[0] == (wool,)
+    (yarn,), _ = cache.named(["yarn"])  # those of felt
+    assert cache.named(["wool"])[0] == (wool,)
+    (again,), _ = cache.named(["felt"])
+    assert again is not felt
+    with pytest.raises(InputError) as caught:
+        cache.named(["felt wool yarn"])
+    assert caught.value.argument == "prompt"
+    params = emoji.params
+    for word in (wool, felt, yarn, again, wool):
+        params = cache.fill(params, (word,))
+        assert cache.fill(params, (word,)) is params
+        table = np.asarray(params["text_encoder"]["text_model"]["embeddings"]["token_embedding"]["weight"])
+        for i, vector in word.rows["text_encoder"].items():
+            np.testing.assert_array_equal(table[i], vector)
+    assert cache.fill(emoji.params, (felt,)) is not emoji.params  # after weights were loaded again
+    assert len(cache.summary().splitlines()) == 1 + len({"alien", "wool_old"})
+    ids = reading(emoji.model, (felt,)).tokenizers["text_encoder"].ids("felt")
+    assert ids == list(felt.rows["text_encoder"])
+
+
+def test_models_without_weights_read_the_words(data: Path) -> None:
+    """Tokens are counted before a model is loaded."""
+    served = ServedModel("emoji", lambda name, weights=True: canvax.load(name, progress=False), weights=False)
+    checked = served.check(JobRequest("a wool apple", seed=1))
+    assert [word.name for word in checked.beside.words] == ["Wool"]
+    second = served.check(JobRequest("a cat", seed=1, options={"hires": 2, "hires_prompt": "yarn"})).stages[1]
+    ((read,),) = second.request.texts.stages[0].parts[0]
+    assert {*served.embeddings.named(["yarn"])[0][0].rows["text_encoder"]} <= {*read.variants[0].chunks[0][0]}
+    served.put_on()
+    assert served.loaded_params() is not served.loaded_params(checked.beside.words)
+
+
+def test_the_shell(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "a wool alien apple", "--negative", "<felt>", "--steps", "2", "--seed", "3", "--json"]
+    assert main([*words, "--data-dir", str(data), "--output", str(tmp_path / "a.png")]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["metadata"][0]["embeddings"].keys() == {"Wool", "felt"}
+    assert "alien.safetensors" in err
+    assert read_metadata(tmp_path / "a.png")["embeddings"]["Wool"]["file"] == "./Wool.safetensors"
+
+
+def test_two_encoders_want_vectors_each(tmp_path: Path) -> None:
+    widths = {"text_encoder": 12, "text_encoder_2": 16}
+    both = write(tmp_path / "both.safetensors", {"clip_l": Draw()(2, 12), "clip_g": Draw()(2, 16)})
+    assert read_word(both, "both", widths).vectors.keys() == widths.keys()
+    with pytest.raises(CheckpointError):
+        read_word(write(tmp_path / "one.safetensors", {"emb_params": Draw()(2, 12)}), "one", widths)
+
+
+# Autoencoders.
+
+
+def test_input_images_are_read_by_it(server: tuple[httpx.Client, ImageEngine]) -> None:
+    client, _ = server
+    image = Image.effect_noise((64, 64), 90).convert("RGB")
+    sent: dict[str, Any] = {"init_images": [b64(image)], "denoising_strength": 0.3, "path": "img2img"}
+    assert np.abs(drawn(client, **sent)[0] - drawn(client, vae="reader", **sent)[0]).max() > 5
+
+
+def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> None:
+    """Clients of A1111 choose one for all that follows; others name it in each request."""
+    client, _ = server
+    (card,) = client.get("/api/models").json()["models"]
+    assert (card["vae"], {name: bool(fault) for name, fault in card["vaes"].items()}) == (
+        "",
+        {"hard": False, "odd": False, "soft": False, "reader": False, "other": True},
+    )
+    assert {one["model_name"] for one in client.get("/sdapi/v1/sd-vae").json()} == {*VAES, "reader"}
+    assert client.post("/sdapi/v1/options", json={"sd_vae": "gone"}).status_code == 404
+    assert client.post("/sdapi/v1/options", json={"sd_vae": "soft.safetensors"}).status_code == 200
+    assert drawn(client)[1]["vae"] == "soft"
+    assert "vae" not in drawn(client, vae="Automatic")[1]
+    client.post("/sdapi/v1/options", json={"sd_vae": "Automatic"})
+    for name, status in (("gone", 404), ("other", 400)):
+        answer = client.post("/api/jobs", json=BODY | {"vae": name})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, "vae")
+
+
+def test_few_stay_on_the_devices(data: Path, small_folder: Path) -> None:
+    pipe = canvax.load("emoji", progress=False)
+    cache = vae_cache(pipe.model, pipe.mesh, vae_files())
+    first = cache.weights("soft", pipe.params)
+    for name in VAES:
+        cache.weights(name, pipe.params)
+        assert len(cache.held) <= KEPT
+    assert cache.weights("soft", pipe.params) is not first
+    with pytest.raises(Rejected):
+        cache.find("gone")
+
+
+def test_a_file_alone_fits(small_folder: Path, tmp_path: Path) -> None:
+    """Which has no config; its arrays say what it would."""
+    (tmp_path / "models/VAE").mkdir(parents=True)
+    shutil.copy(small_folder / "vae" / WEIGHTS, tmp_path / "models/VAE/vae-ft-mse.safetensors")
+    pipe = canvax.load(small_folder, progress=False)
+    with using(str(tmp_path)):
+        cache = vae_cache(pipe.model, pipe.mesh, vae_files())
+    assert cache.names == {"vae-ft-mse": ""}
+    assert cache.find("VAE-ft-mse.ckpt") == "vae-ft-mse"
+
+
+def test_an_image_of_a1111_names_its_own() -> None:
+    text = "a fox\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64, VAE: {}, Version: v1.10.1"
+    read = from_infotext(text.format("vae-ft-mse-840000.safetensors"))
+    assert settings_left(read) == {}
+    assert as_job(read)["settings"]["vae"] == "vae-ft-mse-840000"
+    assert "vae" not in as_job(from_infotext(text.format("Automatic")))["settings"]

@@ -9,18 +9,15 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
-import pickle
 import re
 import resource
 import socket
 import struct
 import sys
-import threading
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +37,20 @@ from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.keys import Keys
 from canvax.server.work import check
 from tests.support.server_stub import StubEngine
-from tests.support.serving import until
+from tests.support.serving import (
+    APIS,
+    Web,
+    b64,
+    check_refused,
+    heard,
+    picture,
+    png,
+    request,
+    status_of,
+    until,
+    web,
+)
 from tests.support.timing import processor_seconds
-from tests.support.web_site import APIS, Web, b64, body_of, check_refused, heard, picture, png, request, status_of, web
 
 JSON = {"Content-Type": "application/json"}
 SECRET = "alices-long-secret"
@@ -66,8 +74,7 @@ def closed_site() -> Iterator[Web]:
 
 def fresh(site: Web) -> Iterator[Web]:
     """The server with an engine as new; it must answer afterwards."""
-    vars(site.engine).update(vars(StubEngine(metrics=site.metrics)))
-    yield site
+    yield site.anew()
     assert site.http.get("/health", timeout=2).json() == {"status": "ok"}
 
 
@@ -91,59 +98,23 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-# Bodies of JSON, sent to each API.
+# Bodies of JSON. All APIs read them with the same function.
 
-BODIES: dict[str, Callable[[str], bytes]] = {
-    "deep options": lambda field: f'{{"{field}": "x", "options": {{"a": {nested(100_000)}}}, "b": 1}}'.encode(),
-    "NaN": lambda field: f'{{"{field}": "x", "seed": NaN, "parameters": {{"seed": NaN}}}}'.encode(),
-    "a number of a million digits": lambda field: f'{{"{field}": "x", "seed": {"9" * 100_000}}}'.encode() + b"]",
-    "invalid UTF-8": lambda field: f'{{"{field}": "'.encode() + b'\xff\xfe\xc0\xaf"}',
-    "half a surrogate pair": lambda field: f'{{"{field}": "\\ud800"}}'.encode(),
-    "two bodies": lambda field: json.dumps({field: "x"}).encode() * 2,
-    "null": lambda field: b"null",
+BODIES: dict[str, bytes] = {
+    "deep options": f'{{"prompt": "x", "options": {{"a": {nested(100_000)}}}, "b": 1}}'.encode(),
+    "NaN": b'{"prompt": "x", "seed": NaN}',
+    "a number of a million digits": f'{{"prompt": "x", "seed": {"9" * 100_000}}}'.encode() + b"]",
+    "invalid UTF-8": b'{"prompt": "\xff\xfe\xc0\xaf"}',
+    "half a surrogate pair": b'{"prompt": "\\ud800"}',
+    "two bodies": b'{"prompt": "x"}' * 2,
+    "null": b"null",
 }
 
 
-@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("attack", BODIES)
-def test_json(site: Web, api: str, attack: str) -> None:
-    (field,) = body_of(api)
-    answer = site.http.post(APIS[api], content=BODIES[attack](field), headers=JSON)
-    check_refused(api, answer, wrong_of(api))
+def test_json(site: Web, attack: str) -> None:
+    check_refused("own", site.http.post("/api/jobs", content=BODIES[attack], headers=JSON), 400)
     assert site.engine.asks == []
-
-
-ASKED_FOR: dict[str, tuple[Any, ...]] = {
-    "seeds": (2**64, 2**200, -2, 1.5, "1" * 5000, [], {}, True, "nan"),
-    "guidance": ("nan", "inf", "-inf", 1e300, -1e300, 10**40),
-    "steps": (0, -1, 2**63, 10**30, 1e30, "20; DROP TABLE jobs"),
-    "sizes": (0.5, -64, 2**31, 2**63, "64abc", "0x40", 99999),
-    "samplers": ("x" * 101, {"__class__": "x"}, ["euler"], 7),
-}
-_CALLED = {
-    "seeds": ("seed", "seed", "seed", "seed"),
-    "guidance": ("guidance_scale", "guidance_scale", "cfg_scale", "guidance_scale"),
-    "steps": ("steps", "steps", "steps", "num_inference_steps"),
-    "sizes": ("width", "width", "width", "width"),
-    "samplers": ("sampler", "sampler", "sampler_name", "scheduler"),
-}
-
-
-@pytest.mark.parametrize("number", range(4), ids=list(APIS))
-@pytest.mark.parametrize("what", ASKED_FOR)
-def test_values(site: Web, what: str, number: int) -> None:
-    api, field = list(APIS)[number], _CALLED[what][number]
-    for value in ASKED_FOR[what]:
-        settings = {"parameters": {field: value}} if api == "huggingface" else {field: value}
-        content = json.dumps(body_of(api) | settings).encode()
-        answer = site.http.post(APIS[api], content=content, headers=JSON)
-        if answer.status_code in (200, 202):  # A1111's and Hugging Face's forms read "1" as a number
-            asked = vars(site.engine.asks[-1]).items()
-            wild = {name: one for name, one in asked if isinstance(one, int | float) and not abs(one) < 2**64}
-            assert not wild, value
-            assert api in ("a1111", "huggingface") or value in (True, 1e300), value
-        else:
-            check_refused(api, answer, 400, 422)
 
 
 def test_numbers_that_no_json_can_hold_do_not_come_back(site: Web) -> None:
@@ -246,25 +217,12 @@ def test_prompts(model: Any, name: str, syntax: str) -> None:
         assert len(why.message.encode()) < 2000
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_over_the_wire(site: Web, name: str) -> None:
-    for api, path in APIS.items():
-        content = json.dumps(body_of(api, PROMPTS[name])).encode()
-        answer = site.http.post(path, content=content, headers=JSON)
-        if answer.status_code not in (200, 202):
-            check_refused(api, answer, wrong_of(api))
-        elif api == "own":
-            told = site.done(answer.json())
-            assert told["status"] == "done"
-            assert site.http.get(told["images"][0]["url"]).status_code == 200
-
-
 # Bodies that are too large, or lie about it.
 
-LIMITS = {"openai": LARGEST_QUESTION, **dict.fromkeys(("own", "a1111", "huggingface"), 32 * MEGABYTE)}
+LIMITS = {"openai": LARGEST_QUESTION, "own": 32 * MEGABYTE}
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", LIMITS)
 def test_a_body_that_says_it_is_too_large(site: Web, api: str) -> None:
     for length in (LIMITS[api] + 1, 10**15, 10**19):
         head = request(site.host, f"POST {APIS[api]} HTTP/1.1", "Content-Type: application/json",
@@ -275,7 +233,7 @@ def test_a_body_that_says_it_is_too_large(site: Web, api: str) -> None:
         assert b'"' in answer.partition(b"\r\n\r\n")[2]
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", LIMITS)
 def test_a_body_that_does_not_say_that_it_is_too_large(site: Web, api: str) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(2 * LIMITS[api] // MEGABYTE + 2):
@@ -298,30 +256,25 @@ def test_a_file_that_does_not_say_that_it_is_too_large(site: Web, path: str) -> 
     check_refused(api, site.http.post(path, content=endless(), headers={"Content-Type": kind}), 413)
 
 
-def test_a_body_that_is_longer_than_it_says(site: Web) -> None:
-    head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 2")
-    answer = site.raw(head + b'{}{"prompt": "smuggled"}')
+@pytest.mark.weekly  # of h11
+def test_a_body_that_is_longer_than_it_says_or_never_comes(site: Web) -> None:
+    head = "POST /api/jobs HTTP/1.1", "Content-Type: application/json"
+    answer = site.raw(request(site.host, *head, "Content-Length: 2", body=b'{}{"prompt": "smuggled"}'))
     assert status_of(answer) == 400
-    assert site.engine.asks == []
-
-
-def test_a_body_that_never_comes(site: Web) -> None:
-    head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 1000")
-    with site.connect() as connection:
-        connection.sendall(head + b'{"prompt": "x"')
-    with site.connect() as connection:
-        connection.sendall(head + b'{"prompt": "x"}')
-        connection.shutdown(socket.SHUT_WR)
-        assert heard(connection)[9:12] in (b"400", b"")
+    for end in (False, True):
+        with site.connect() as connection:
+            connection.sendall(request(site.host, *head, "Content-Length: 1000", body=b'{"prompt": "x"}'))
+            if end:
+                connection.shutdown(socket.SHUT_WR)
+                assert heard(connection)[9:12] in (b"400", b"")
     assert site.engine.asks == []
 
 
 def test_compressed_bodies(site: Web) -> None:
     bomb = zlib.compress(b" " * (50 * MEGABYTE))
-    for api, path in APIS.items():
-        for coding in ("gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP", "x"):
-            answer = site.http.post(path, content=bomb, headers=JSON | {"Content-Encoding": coding})
-            check_refused(api, answer, 415)
+    for coding in ("gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP", "x"):
+        answer = site.http.post("/api/jobs", content=bomb, headers=JSON | {"Content-Encoding": coding})
+        check_refused("own", answer, 415)
 
 
 # Pages of other sites, and other names of this one.
@@ -338,10 +291,9 @@ FOREIGN = {
 @pytest.mark.parametrize("attack", FOREIGN)
 def test_pages_of_other_sites(site: Web, attack: str) -> None:
     headers = {name: value.replace("HOST", site.host) for name, value in FOREIGN[attack].items()}
-    for api, path in APIS.items():
-        answer = site.http.post(path, content=json.dumps(body_of(api)).encode(), headers=JSON | headers)
-        check_refused(api, answer, 403)
-        assert "access-control-allow-origin" not in answer.headers
+    answer = site.http.post("/api/jobs", json={"prompt": "x"}, headers=headers)
+    check_refused("own", answer, 403)
+    assert "access-control-allow-origin" not in answer.headers
     for method, path in (("POST", "/sdapi/v1/interrupt"), ("DELETE", "/api/jobs/x"), ("POST", "/"), ("PUT", "/x")):
         assert site.http.request(method, path, headers=headers).status_code == 403
     assert site.engine.asks == []
@@ -431,19 +383,13 @@ def test_models_are_no_paths(site: Web, tmp_path: Path) -> None:
              "\\\\evil\\share", "~", ".", "stub/../stub", "stub\0", "CON", "x" * 299]  # fmt: skip
     for name in names:
         check_refused("own", site.http.post("/api/jobs", json={"prompt": "x", "model": name}), 404)
-        assert site.http.post("/sdapi/v1/txt2img", json={"prompt": "x", "model": name[:200]}).status_code == 200
-        body = {"prompt": "x", "override_settings": {"sd_model_checkpoint": name}}
-        check_refused("a1111", site.http.post("/sdapi/v1/txt2img", json=body), 404)
         answer = site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": name[:200]})
         check_refused("a1111", answer, 404)
-        assert site.http.post("/v1/images/generations", json={"prompt": "x", "model": name}).status_code == 200
-        assert site.engine.asks[-1].model == "stub"  # OpenAI's clients name OpenAI's models
-    for path in (
-        "/models//etc/passwd",
-        "/models/%2e%2e%2fstub",
-        "/models/owner/name",
-        "/hf/file:%2f%2f%2fetc%2fpasswd",
-    ):
+    body = {"prompt": "x", "override_settings": {"sd_model_checkpoint": str(tmp_path)}}
+    check_refused("a1111", site.http.post("/sdapi/v1/txt2img", json=body), 404)
+    assert site.http.post("/v1/images/generations", json={"prompt": "x", "model": str(tmp_path)}).status_code == 200
+    assert site.engine.asks[-1].model == "stub"  # OpenAI's clients name OpenAI's models
+    for path in ("/models//etc/passwd", "/models/%2e%2e%2fstub", "/models/owner/name", "/hf/file:%2f%2f%2fetc%2f"):
         content = b'{"inputs": "x"}'
         head = [f"POST {path} HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(content)}"]
         assert status_of(site.raw(request(site.host, *head, body=content))) == 404
@@ -454,16 +400,7 @@ def test_jobs_of_others_cannot_be_guessed_or_seen(closed: Web) -> None:
     jobs = [closed.submit(alice, seed=1)["id"] for _ in range(20)]
     assert len(set(jobs)) == 20
     assert len({job[:8] for job in jobs}) == 20
-    for name in (
-        jobs[0],
-        jobs[0].upper(),
-        jobs[0] + "%00",
-        f"{jobs[0]}%20",
-        f"../jobs/{jobs[0]}",
-        "*",
-        "%",
-        "' OR 1=1 --",
-    ):
+    for name in (jobs[0], jobs[0].upper(), f"{jobs[0]}%00", f"{jobs[0]}%20", f"../jobs/{jobs[0]}", "*", "' OR 1=1 --"):
         for method, end in (("GET", ""), ("DELETE", ""), ("GET", "/events"), ("GET", "/images/0")):
             check_refused("own", closed.http.request(method, f"/api/jobs/{name}{end}", headers=bob), 404)
             check_refused("own", closed.http.request(method, f"/api/jobs/{name}{end}"), 401)
@@ -473,19 +410,14 @@ def test_jobs_of_others_cannot_be_guessed_or_seen(closed: Web) -> None:
 
 def test_a_neighbour_neither_sees_nor_stops_what_is_drawn(closed: Web) -> None:
     alice, bob = ({"X-API-Key": f"{name}s-long-secret"} for name in ("alice", "bob"))
-    closed.engine.pace = 0.1
-    answers: list[httpx.Response] = []
-    waiting = threading.Thread(
-        target=lambda: answers.append(closed.http.post("/sdapi/v1/txt2img", json={"prompt": "x"}, headers=alice))
-    )
-    waiting.start()
-    until(closed.engine.jobs)
-    for headers in (bob, bob | {"X-Forwarded-For": "127.0.0.1"}):
-        assert closed.http.get("/sdapi/v1/progress", headers=headers).json()["current_image"] is None
-        assert closed.http.post("/sdapi/v1/interrupt", headers=headers).status_code == 200
-    waiting.join(10)
-    assert answers[0].status_code == 200
-    assert answers[0].json()["images"]
+    with ThreadPoolExecutor() as pool:
+        with closed.engine.paused():
+            asked = pool.submit(closed.http.post, "/sdapi/v1/txt2img", json={"prompt": "x"}, headers=alice)
+            until(closed.engine.jobs)
+            for headers in (bob, bob | {"X-Forwarded-For": "127.0.0.1"}):
+                assert closed.http.get("/sdapi/v1/progress", headers=headers).json()["state"]["job_count"] == 0
+                assert closed.http.post("/sdapi/v1/interrupt", headers=headers).status_code == 200
+        assert len(asked.result(5).json()["images"]) == 1
 
 
 # Bytes that servers and proxies read differently.
@@ -506,9 +438,12 @@ SMUGGLING = {
 }
 
 
-@pytest.mark.parametrize("attack", SMUGGLING)
+@pytest.mark.parametrize(
+    "attack",
+    [attack if "length" in attack else pytest.param(attack, marks=pytest.mark.weekly) for attack in SMUGGLING],
+)  # h11 refuses the others
 def test_smuggling(site: Web, attack: str) -> None:
-    answer = site.raw(SMUGGLING[attack].replace(b"HOST", site.host.encode()))
+    answer = site.raw(SMUGGLING[attack].replace(b"HOST", site.host.encode()), whole=True)
     assert status_of(answer) in (400, 431, 501, 505), answer[:200]
     assert answer.count(b"HTTP/1.1 ") == 1, answer  # nothing behind it was taken for a request
     assert site.engine.asks == []
@@ -522,19 +457,16 @@ def test_no_header_of_an_answer_can_be_written(site: Web) -> None:
         "a\nSet-Cookie: x=1",
         "é\u2028",
     ):
-        raw = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Length: 0", "Connection: close").partition(
-            b"\r\n\r\n"
-        )[0]
-        for name in ("x-request-id", "Idempotency-Key", "Accept", "Origin"):
-            answer = site.raw(raw + f"\r\n{name}: {value}\r\n\r\n".encode())
-            head = answer.partition(b"\r\n\r\n")[0].lower()
-            assert not re.search(rb"^set-cookie", head, re.MULTILINE), (name, value)
-            assert status_of(answer) in (400, 403, 415)
+        lines = "POST /api/jobs HTTP/1.1", "Content-Length: 0", "Connection: close"
+        raw = request(site.host, *lines).removesuffix(b"\r\n") + f"x-request-id: {value}\r\n\r\n".encode()
+        answer = site.raw(raw)
+        head = answer.partition(b"\r\n\r\n")[0].lower()
+        assert not re.search(rb"^set-cookie", head, re.MULTILINE), value
+        assert status_of(answer) in (400, 415)
     for path in ("/v1/models/a%0d%0aSet-Cookie:%20x=1", "/static/a%0d%0aX:%201", "/nothing%0d%0aX:%201"):
         answer = site.http.get(path)
         assert answer.status_code == 404
-        assert "set-cookie" not in answer.headers
-        assert "x" not in answer.headers
+        assert not {"set-cookie", "x"} & answer.headers.keys()
 
 
 # Files that are no images, or want to be more.
@@ -569,25 +501,6 @@ def webp_of(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-def zipped() -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("a.png", b"\0" * MEGABYTE)
-    return out.getvalue()
-
-
-class Runs:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/canvax-was-here",)
-
-
-def exif_of(text: bytes) -> bytes:
-    """A JPEG with an EXIF block of any bytes."""
-    return picture("JPEG", exif=b"Exif\0\0" + text)
-
-
 BOMB = zlib.compress(bytes(200 * MEGABYTE), 9)
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://HOST/x.png"/><script>x</script></svg>'
 FILES: dict[str, Callable[[], bytes]] = {
@@ -599,10 +512,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a moving PNG": lambda: animated("PNG"), "half a PNG": lambda: picture()[:50],
     "a large JPEG": lambda: jpeg_of(65_500, 65_500),
     "a WebP with a canvas of terabytes": lambda: webp_of(1 << 24, 1 << 24), "a GIF": lambda: saved("GIF"),
-    "an EPS": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) (r) file\n",
-    "an SVG": lambda: SVG, "a pickle": lambda: pickle.dumps(Runs()),
-    "EXIF that goes round": lambda: exif_of(b"II*\0\x08\0\0\0\x01\0\x69\x87\4\0\1\0\0\0\x08\0\0\0" + bytes(8))[:300],
-    "the colours of a printer": lambda: saved("JPEG", "CMYK"),
+    "an SVG": lambda: SVG, "the colours of a printer": lambda: saved("JPEG", "CMYK"),
 }  # fmt: skip
 
 Sent = Callable[[Web, bytes], httpx.Response]
@@ -634,10 +544,16 @@ def memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-@pytest.mark.parametrize("attack", FILES)
-def test_files(site: Web, attack: str) -> None:
+@pytest.mark.parametrize(
+    ("attack", "doors"),
+    [("an SVG", [*DOORS]), *((attack, ["image"]) for attack in FILES),
+     *(pytest.param(attack, [*DOORS], marks=pytest.mark.weekly) for attack in FILES)],
+)  # fmt: skip
+def test_files(site: Web, attack: str, doors: list[str]) -> None:
+    """Each at one door, and one at each: all open them with the same function."""
     data, before = FILES[attack](), memory()
-    for door, (api, send) in DOORS.items():
+    for door in doors:
+        api, send = DOORS[door]
         began = time.process_time()
         answer = send(site, data)
         assert time.process_time() - began < 5, door
@@ -648,7 +564,6 @@ def test_files(site: Web, attack: str) -> None:
             assert "0x" not in answer.text
     assert site.engine.asks == []
     assert memory() - before < 400 * MEGABYTE
-    assert not Path("/tmp/canvax-was-here").exists()
 
 
 def test_pixels_that_unpack_to_more_than_the_image_are_left(site: Web) -> None:
@@ -660,20 +575,14 @@ def test_pixels_that_unpack_to_more_than_the_image_are_left(site: Web) -> None:
 def test_an_image_that_is_something_else_as_well(site: Web) -> None:
     """Only pixels get in, and none of the bytes come out again."""
     payload = b"<?php system($_GET[0]); ?><script>alert(1)</script>"
-    for data in (picture() + payload + zipped(), picture("JPEG", comment=payload), png_with(payload)):
+    pixels = b"IDAT", zlib.compress(bytes(64 * (64 * 3 + 1)))
+    for data in (picture() + payload, picture("JPEG", comment=payload), png((b"tEXt", b"Comment\0" + payload), pixels)):
         job = site.done(site.submit(image=b64(data)))
         image = site.engine.asks[-1].image
         assert image is not None
         assert type(image) is Image.Image
         assert payload.decode() not in str(image.info)
         assert payload not in site.http.get(job["images"][0]["url"]).content
-
-
-def png_with(text: bytes) -> bytes:
-    """A PNG with a text."""
-    data = picture()
-    chunk = b"tEXt" + b"Comment\0" + text
-    return data[:33] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
 
 
 SETTINGS = {
@@ -735,7 +644,7 @@ def test_settings_of_other_programs(site: Web, number: int) -> None:
 def trap() -> Iterator[tuple[str, Callable[[], bool]]]:
     """An address on this machine, and whether anyone came."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.2)
+        listener.settimeout(0.05)
 
         def visited() -> bool:
             try:
@@ -748,13 +657,20 @@ def trap() -> Iterator[tuple[str, Callable[[], bool]]]:
 
 
 def addresses(host: str, file: Path) -> list[str]:
-    schemes = ["http", "https", "ftp", "gopher", "dict", "ldap", "ws", "HTTP", "jar:http", "php", "s3", "git+http"]
-    own = [f"{scheme}://{host}/a.png" for scheme in schemes]
-    own += [f"//{host}/a.png", f" http://{host}/a.png", f"\thttp://{host}", f"http:{host}", f"http:\\\\{host}\\a.png"]
-    own += [f"file://{file}", f"file:{file}", str(file), f"../../../../../../..{file}", f"\\\\{host}\\share\\a.png"]
-    own += [f"data:image/png,{host}", "data:text/html;base64," + b64(b"<script>"), f"data:;base64,{b64(SVG)}"]
-    own += ["data:image/svg+xml;base64," + b64(SVG.replace(b"HOST", host.encode())), "data:,", "data:", "data:x;base64"]
-    own += [f"data:image/png;base64,http://{host}/a.png", "data:image/png;charset=utf-8,%89PNG", "javascript:alert(1)"]
+    own = [
+        f"http://{host}/a.png",
+        f"//{host}/a.png",
+        f"file://{file}",
+        str(file),
+        f"data:image/png,{host}",
+    ]  # of each kind
+    schemes = ["https", "ftp", "gopher", "dict", "ldap", "ws", "HTTP", "jar:http", "php", "s3", "git+http"]
+    own += [f"{scheme}://{host}/a.png" for scheme in schemes]
+    own += [f" http://{host}/a.png", f"\thttp://{host}", f"http:{host}", f"http:\\\\{host}\\a.png", f"file:{file}"]
+    own += [f"../../../../../../..{file}", f"\\\\{host}\\share\\a.png", "data:,", "data:", "data:x;base64"]
+    own += ["data:text/html;base64," + b64(b"<script>"), f"data:;base64,{b64(SVG)}", "javascript:alert(1)"]
+    own += ["data:image/svg+xml;base64," + b64(SVG.replace(b"HOST", host.encode()))]
+    own += [f"data:image/png;base64,http://{host}/a.png", "data:image/png;charset=utf-8,%89PNG"]
     return own
 
 
@@ -773,7 +689,7 @@ def test_addresses(site: Web, field: str, trap: tuple[str, Callable[[], bool]], 
     (host, visited), (api, path, body) = trap, FIELDS[field]
     file = tmp_path / "private.png"
     save_image(file, Image.new("RGB", (64, 64), (1, 2, 3)), {"prompt": "a private zebra"})
-    for address in addresses(host, file):
+    for address in addresses(host, file)[: None if field == "image" else 5]:
         answer = site.http.post(path, json=body(address))
         check_refused(api, answer, 400, 422)
         assert "zebra" not in answer.text
@@ -783,22 +699,16 @@ def test_addresses(site: Web, field: str, trap: tuple[str, Callable[[], bool]], 
 
 def test_addresses_elsewhere(site: Web, trap: tuple[str, Callable[[], bool]], tmp_path: Path) -> None:
     host, visited = trap
-    for address in addresses(host, tmp_path / "a"):
+    for address in addresses(host, tmp_path / "a")[:5]:
         check_refused("own", site.http.post("/api/inspect", content=address.encode()), 400)
         for fields in ({"image": address}, {"image[]": address}, {"image": "", "mask": address}):
             files = {"image": ("a.png", picture(), "image/png")} if "mask" in fields else {"x": ("", b"", "")}
             answer = site.http.post("/v1/images/edits", data={"prompt": "x", **fields}, files=files)
             check_refused("openai", answer, 400)
-        url = {
-            "url": address,
-            "auth": "user:password",
-            "callback_url": address,
-            "webhook": address,
-            "image_url": address,
-        }
+        body = {"prompt": "x"} | dict.fromkeys(("url", "callback_url", "webhook", "image_url", "address"), address)
         for path in ("/v1/images/generations", "/sdapi/v1/txt2img"):
-            assert site.http.post(path, json={"prompt": "x", **url}).status_code == 200
-        check_refused("own", site.http.post("/api/jobs", json={"prompt": "x", **url}), 400)
+            assert site.http.post(path, json=body).status_code == 200
+        check_refused("own", site.http.post("/api/jobs", json=body), 400)
     for headers in ({"Referer": f"http://{host}/"}, {"X-Callback": f"http://{host}/"}, {"Link": f"<http://{host}/>"}):
         assert site.http.get("/", headers=headers).status_code == 200
     assert not visited()
@@ -849,25 +759,6 @@ def test_forms(site: Web, attack: str) -> None:
     check_refused("openai", answer, 400, 415)
     assert time.process_time() - began < 2
     assert site.engine.asks == []
-
-
-def test_names_of_files_are_ignored(site: Web, tmp_path: Path) -> None:
-    for name in (
-        "../../evil.png",
-        "/etc/passwd",
-        "C:\\evil.png",
-        "a\0.png",
-        "evil.php",
-        "",
-        "%2e%2e%2fevil",
-        str(tmp_path),
-    ):
-        files = form(PROMPT, file(filename=name), field("user", b"x"))
-        headers = {"Content-Type": "multipart/form-data; boundary=x"}
-        answer = site.http.post("/v1/images/edits", content=files, headers=headers)
-        assert answer.status_code in (200, 400), name
-        assert "evil" not in answer.text
-    assert list(tmp_path.iterdir()) == []
 
 
 # Keys.
@@ -959,14 +850,9 @@ def test_an_idempotency_key_opens_nothing(closed: Web) -> None:
     for key in ("x" * 129, "é", "a\tb", "\x7f", "x" * 60_000):
         headers = alice | {"Idempotency-Key": key.encode("latin-1")}
         check_refused("own", closed.http.post("/api/jobs", json={"prompt": "x"}, headers=headers), 400)
-    jobs: list[str] = []
     once = alice | {"Idempotency-Key": "at the same time"}
-    threads = [threading.Thread(target=lambda: jobs.append(closed.submit(once, seed=3)["id"])) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert (len(jobs), len(set(jobs))) == (8, 1)
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: closed.submit(once, seed=3)["id"], range(8)))) == 1
 
 
 # Those who are slow, and those who are many.
@@ -994,28 +880,25 @@ def test_slow_requests(site: Web) -> None:
         connections = [stack.enter_context(site.connect()) for _ in range(100)]
         for i, connection in enumerate(connections):
             connection.sendall(beginnings[i % len(beginnings)])
-        for _ in range(3):
-            for connection in connections:
-                connection.sendall(b"a")
-            served_meanwhile(site)
-    assert [ask.prompt for ask in site.engine.asks] == ["x"] * 3
+        for connection in connections:
+            connection.sendall(b"a")
+        served_meanwhile(site)
+    assert [ask.prompt for ask in site.engine.asks] == ["x"]
 
 
 def test_a_body_that_pauses_for_too_long(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canvax.server.guard.PATIENCE", 0.3)
-    for api, path in APIS.items():
-        head = request(site.host, f"POST {path} HTTP/1.1", "Content-Type: application/json", "Content-Length: 999")
-        answer = site.raw(head + b'{"prompt": "')
-        assert status_of(answer) == 408, api
-        assert site.engine.asks == []
+    monkeypatch.setattr("canvax.server.guard.PATIENCE", 0.05)
+    head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 999")
+    assert status_of(site.raw(head + b'{"prompt": "')) == 408
+    assert site.engine.asks == []
 
 
 def test_readers_that_leave(site: Web) -> None:
-    site.engine.pace = 0.02
-    job = site.submit(steps=20, previews=True)
-    for _ in range(50):
-        with site.connect() as connection:
-            connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
+    with site.engine.paused():
+        job = site.submit(previews=True)
+        for _ in range(50):
+            with site.connect() as connection:
+                connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
     assert site.done(job)["status"] == "done"
     until(lambda: not site.engine.accepted[-1]._watchers, 5)
 
@@ -1041,7 +924,7 @@ def test_metrics_do_not_grow_with_what_is_asked(site: Web) -> None:
     site.http.post("/api/jobs", json={"prompt": "x", "model": "none"})
     lines()
     before = lines()
-    for i in range(100):
+    for i in range(15):
         for path in (f"/{i}", f"/static/{i}", f"/api/jobs/{i}", f"/v1/models/{i}", f"/models/{i}", f"/sdapi/v1/{i}"):
             site.http.get(path, headers={"User-Agent": f"agent {i}", "x-request-id": f"id{i}"})
         site.http.request(f"METHOD{i}", "/api/jobs")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -34,7 +32,7 @@ from canvax.server.work import check
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import adapter, controlnet, union
 from tests.support.ip_adapter_files import encoder, ip_adapter
-from tests.support.serving import asked, by_job
+from tests.support.serving import asked, b64, by_job, some_colours
 from tests.support.small_checkpoint import UNET, write_small_checkpoint
 from tests.support.small_sdxl import build
 
@@ -42,22 +40,10 @@ BODY = {"prompt": "a cat", "seed": 3, "steps": 4, "width": 64, "height": 64}
 QUIET = canvax.Options(progress=False)
 
 
-def picture(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    """Some colours."""
-    colours = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), np.uint8)
-    return Image.fromarray(np.kron(colours, np.ones((8, 8, 1), np.uint8)))
-
-
 def left() -> Image.Image:
     mask = np.zeros((64, 64), np.uint8)
     mask[:, :32] = 255
     return Image.fromarray(mask)
-
-
-def b64(image: Image.Image) -> str:
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return base64.b64encode(out.getvalue()).decode()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +73,7 @@ def drawn(client: httpx.Client, **more: Any) -> tuple[np.ndarray, dict[str, Any]
     return by_job(client, BODY | more)
 
 
-ONE, TWO = picture(1), picture(2)
+ONE, TWO = some_colours(1), some_colours(2)
 CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"control": [b64(ONE), None]}, {"control": [ONE, None]}),
@@ -145,14 +131,14 @@ def test_each_request_has_its_own(
 
 def test_larger_by_tiles(server: tuple[httpx.Client, ImageEngine], pipe: canvax.Pipeline) -> None:
     """Each tile is its own control image."""
-    large = {"image": b64(picture(5, (72, 64))), "upscale": 1.25, "strength": 0.5, "width": None, "height": None}
+    large = {"image": b64(some_colours(5, (72, 64))), "upscale": 1.25, "strength": 0.5, "width": None, "height": None}
     with counting() as counts:
         found, told = drawn(server[0], **large, control=True, control_scale=[0.7, 0.4])
         plain, _ = drawn(server[0], **large)
     assert counts.compilations == 0
     call = {"scale": 1.25, "strength": 0.5, "seed": 3, "num_inference_steps": 4, "batch": 1}
     options = canvax.Options(progress=False, control_scale=(0.7, 0.4))
-    wanted = pipe.upscale(picture(5, (72, 64)), "a cat", options=options, control=True, **call)
+    wanted = pipe.upscale(some_colours(5, (72, 64)), "a cat", options=options, control=True, **call)
     assert found.shape == (80, 90, 3)
     assert np.abs(found - np.asarray(wanted[0], np.int16)).max() <= 3
     assert np.abs(found - plain).max() > 8
@@ -217,7 +203,7 @@ def test_flags(root: Path, pipe: canvax.Pipeline) -> None:
 
 def test_the_size_is_that_of_the_control_image(server: tuple[httpx.Client, ImageEngine]) -> None:
     """Or of those that are ready, the nearest: nobody waits for a compiler."""
-    control = [b64(picture(1, (200, 160))), None]
+    control = [b64(some_colours(1, (200, 160))), None]
     assert drawn(server[0], control=control, width=None, height=None)[0].shape == (64, 64, 3)
 
 
@@ -259,22 +245,26 @@ def test_pixels_are_counted_together(server: tuple[httpx.Client, ImageEngine]) -
     assert "with the images before it, more than 16777216 pixels" in answer.json()["error"]["message"]
 
 
-def test_without_networks() -> None:
-    model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """A model without any of them."""
+    return canvax.load("emoji", progress=False).model
+
+
+def test_without_networks(plain: Any) -> None:
     with pytest.raises(Rejected, match="without --controlnet"):
-        check(JobRequest("a red apple", control=ONE), "emoji", model)
+        check(JobRequest("a red apple", control=ONE), "emoji", plain)
     with pytest.raises(Rejected, match="without --ip-adapter"):
-        check(JobRequest("a red apple", image_prompt=[PromptImage(ONE)]), "emoji", model)
+        check(JobRequest("a red apple", image_prompt=[PromptImage(ONE)]), "emoji", plain)
 
 
-def test_options_that_change_nothing() -> None:
+def test_options_that_change_nothing(plain: Any) -> None:
     """Refused, but for clients that send whole forms."""
-    model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
     ask = JobRequest("a red apple", options={"mask_blur": 4.0})
     with pytest.raises(Rejected) as refused:
-        check(ask, "emoji", model)
+        check(ask, "emoji", plain)
     assert refused.value.param == "options"
-    check(replace(ask, lenient=True), "emoji", model)
+    check(replace(ask, lenient=True), "emoji", plain)
 
 
 def test_a_journal_keeps_the_images(tmp_path: Path) -> None:

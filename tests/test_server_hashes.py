@@ -16,12 +16,11 @@ from PIL import Image
 import canvax
 from canvax.compile.cache import FOLDER
 from canvax.images.formats import INFOTEXT
-from canvax.images.metadata import metadata_in
 from canvax.server import hashes
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.hashes import compute_hash, known_hash
 from canvax.server.models import Warm
-from tests.support.serving import generating, until
+from tests.support.serving import asked, by_a1111, until
 
 
 def test_a_hash_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +55,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
         pipe = canvax.load(name, progress=False)
         return replace(pipe, model=replace(pipe.model, files=replace(pipe.model.files, path=file)))
 
-    with (
-        generating(EngineSettings(warm=(Warm((96, 64), (1,)),)), load=load) as (base, engine),
-        httpx.Client(base_url=base, timeout=120) as client,
-    ):
-        yield client, engine
+    with asked(EngineSettings(warm=(Warm((96, 64), (1,)),)), load=load) as server:
+        yield server
 
 
 def test_a_file_has_its_hash_in_answers_and_images(server: tuple[httpx.Client, ImageEngine]) -> None:
@@ -80,9 +76,7 @@ def test_without_a_size_it_is_one_that_is_ready(server: tuple[httpx.Client, Imag
     client, _ = server
     (card,) = client.get("/api/models").json()["models"]
     assert (card["native"], card["size"]) == ([64, 64], [96, 64])
-    for path, more in (("txt2img", {}), ("txt2img", {"height": 64})):
-        answer = client.post(f"/sdapi/v1/{path}", json={"prompt": "a cat", "steps": 1, **more})
-        assert answer.status_code == 200, answer.text
-        told = metadata_in(io.BytesIO(base64.b64decode(answer.json()["images"][0])), Path("it"))
+    for more in ({}, {"height": 64}):
+        _, told = by_a1111(client, {"prompt": "a cat", "steps": 1, **more})
         assert (told["width"], told["height"]) == (96, 64)
     assert client.post("/api/jobs", json={"prompt": "a cat", "width": 64}).json()["error"]["code"] == "size_not_ready"

@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 from canvax.images.metadata import save_image
 from canvax.server import history
 from canvax.server.app import Settings
-from tests.support.web_site import Web, web
+from tests.support.serving import Web, web
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -16,8 +17,7 @@ import pytest
 
 from canvax.server import guard
 from canvax.server.app import Settings
-from tests.support.serving import until
-from tests.support.web_site import APIS, Web, body_of, check_refused, heard, request, status_of, web
+from tests.support.serving import APIS, Web, body_of, check_refused, heard, request, status_of, until, web
 
 
 @pytest.fixture
@@ -33,10 +33,9 @@ def answers(site: Web, path: str = "/health") -> None:
 
 @pytest.mark.parametrize("api", ["own", "a1111", "gone"])
 def test_the_event_loop_does_not_wait_for_the_engines_lock(site: Web, api: str) -> None:
-    site.engine.pace = 0.1
-    body, path = b'{"prompt": "x", "steps": 50}', "/api/jobs" if api == "own" else "/sdapi/v1/txt2img"
+    body, path = b'{"prompt": "x"}', "/api/jobs" if api == "own" else "/sdapi/v1/txt2img"
     head = ("Content-Type: application/json", f"Content-Length: {len(body)}")
-    with site.connect() as connection:
+    with site.engine.paused(), site.connect() as connection:
         connection.sendall(request(site.host, f"POST {path} HTTP/1.1", *head) + body)
         until(site.engine.jobs)
         (job,) = site.engine.accepted
@@ -49,7 +48,7 @@ def test_the_event_loop_does_not_wait_for_the_engines_lock(site: Web, api: str) 
         with site.engine.book.lock:
             thread = threading.Thread(target=act)
             thread.start()
-            time.sleep(0.2)
+            time.sleep(0.1)
             for path in ("/health", "/ready", "/metrics", f"/api/jobs/{job.id}", "/openapi.json"):
                 answers(site, path)
             assert not job.status.over
@@ -63,24 +62,22 @@ def test_the_event_loop_does_not_wait_for_headers_of_files(
     site: Web, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once: list[int] = []
-    reading = threading.Semaphore(10)
+    reading, read = threading.Semaphore(10), threading.Event()
 
     def slow(*_: Any, **__: Any) -> Any:
         with reading:
             at_once.append(10 - reading._value)
-            time.sleep(0.4)
+            read.wait(10)
+            time.sleep(0.02)
         return ()
 
     monkeypatch.setattr(site.engine, "adapters", slow)
-    threads = [threading.Thread(target=httpx.get, args=(site.base + path,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    until(lambda: at_once)
-    began = time.monotonic()
-    answers(site)
-    assert time.monotonic() - began < 0.3
-    for thread in threads:
-        thread.join(5)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(httpx.get, site.base + path) for _ in range(3)]
+        until(lambda: at_once)
+        answers(site)
+        read.set()
+        assert {one.result(5).status_code for one in asked} == {200}
     assert at_once == [1, 1, 1]  # one reads, the others find it read
 
 
@@ -94,7 +91,7 @@ def test_a_job_is_found_at_any_moment_of_its_end(site: Web) -> None:
 
     thread = threading.Thread(target=look)
     thread.start()
-    for _ in range(50):
+    for _ in range(15):
         site.submit(steps=1)
     stop.set()
     thread.join(5)
@@ -102,7 +99,15 @@ def test_a_job_is_found_at_any_moment_of_its_end(site: Web) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the guards of servers count."""
+    made, kind = [], guard._Load
+    monkeypatch.setattr(guard, "_Load", lambda most: made.append(kind(most)) or made[-1])
+    return made
+
+
+@pytest.fixture
+def small(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     """A server for bodies of 100 kB, two of them at a time."""
     monkeypatch.setattr(guard, "BODIES", 2)
     with web(Settings(max_body=100_000)) as running:
@@ -118,10 +123,10 @@ def upload(stack: ExitStack, site: Web, *more: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("length", ["Content-Length: 99999", "Transfer-Encoding: chunked"])
-def test_bodies_of_all_requests_are_bounded(small: Web, length: str) -> None:
+def test_bodies_of_all_requests_are_bounded(small: Web, loads: list[Any], length: str) -> None:
     with ExitStack() as stack:
         first, _ = (upload(stack, small, length) for _ in range(2))
-        time.sleep(0.3)
+        until(lambda: sum(load.bytes for load in loads) == 2 * 90_000)
         answer = heard(upload(stack, small, length))
         assert status_of(answer) == 503
         assert b"\r\nretry-after: " in answer.lower()
@@ -135,9 +140,8 @@ def test_bodies_of_all_requests_are_bounded(small: Web, length: str) -> None:
 
 def test_requests_at_a_time_are_bounded(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "MOST_REQUESTS", 3)
-    site.engine.pace = 0.2
-    job = site.submit(steps=20)
-    with ExitStack() as stack:
+    with site.engine.paused(), ExitStack() as stack:
+        job = site.submit()
         for _ in range(3):
             connection = stack.enter_context(site.connect())
             connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
@@ -149,12 +153,11 @@ def test_requests_at_a_time_are_bounded(site: Web, monkeypatch: pytest.MonkeyPat
         for path in ("/health", "/ready", "/metrics"):
             answers(site, path)
     until(lambda: site.http.get("/api/models").status_code == 200)
-    site.http.delete(f"/api/jobs/{job['id']}")
 
 
 def test_a_body_that_comes_for_too_long(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then is no silence, and no reason to wait for ever."""
-    monkeypatch.setattr(guard, "LONGEST", 0.5)
+    monkeypatch.setattr(guard, "LONGEST", 0.2)
     head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 999")
     with site.connect() as connection:
         connection.sendall(head)
@@ -167,7 +170,7 @@ def test_a_body_that_comes_for_too_long(site: Web, monkeypatch: pytest.MonkeyPat
     assert status_of(answer) == 408
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", ["own", "huggingface"])
 def test_lines_of_a_request_and_its_job_have_an_id_in_common(
     site: Web, api: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,16 +185,14 @@ def test_lines_of_a_request_and_its_job_have_an_id_in_common(
 
 def test_a1111s_clients_behind_a_proxy_on_this_machine_are_told_apart(site: Web) -> None:
     """By X-Forwarded-For, which uvicorn believes of 127.0.0.1 and of ``FORWARDED_ALLOW_IPS``."""
-    site.engine.pace = 0.1
     alice, bob = ({"X-Forwarded-For": address} for address in ("192.0.2.1", "192.0.2.2"))
-    body = {"prompt": "x", "steps": 90}
-    thread = threading.Thread(target=lambda: site.http.post("/sdapi/v1/txt2img", json=body, headers=alice))
-    thread.start()
-    until(lambda: httpx.get(site.base + "/sdapi/v1/progress", headers=alice).json()["progress"] > 0)
-    with httpx.Client(base_url=site.base, headers=bob) as other:
-        assert other.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
-        assert other.post("/sdapi/v1/interrupt").status_code == 200
-    assert site.engine.jobs()
-    httpx.post(site.base + "/sdapi/v1/interrupt", headers=alice)
-    thread.join(10)
+    with site.engine.paused(), ThreadPoolExecutor() as pool:
+        asked = pool.submit(site.http.post, "/sdapi/v1/txt2img", json={"prompt": "x"}, headers=alice)
+        until(lambda: httpx.get(site.base + "/sdapi/v1/progress", headers=alice).json()["progress"] > 0)
+        with httpx.Client(base_url=site.base, headers=bob) as other:
+            assert other.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
+            assert other.post("/sdapi/v1/interrupt").status_code == 200
+        assert site.engine.jobs()
+        httpx.post(site.base + "/sdapi/v1/interrupt", headers=alice)
+        assert asked.result(5).json()["images"] == []
     assert not site.engine.jobs()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -351,13 +352,23 @@ class AtOnce:
     def shutdown(self, *, wait: bool) -> None: ...
 
 
+class Nothing:
+    """Any metric, and any method of one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *_: object) -> Any:
+        return self
+
+
 class Silent(Metrics):
     """Counts nothing, which takes less time."""
 
     def __init__(self) -> None: ...
 
     def __getattribute__(self, name: str) -> Any:
-        return lambda *_: None
+        return Nothing()
 
 
 class Faults(logging.Handler):
@@ -550,9 +561,14 @@ class Server(RuleBasedStateMachine):
 
     @invariant()
     def something_can_run(self) -> None:
-        """Or be decoded, or the writer is full. A job that is to run alone waits for the last file of the others."""
+        """Or be decoded, or the writer is full. A job that is to run alone waits for those that have begun.
+
+        They may wait for the programs of their second passes, and then for files.
+        """
         ready, engine = self.engine._models.groups(), self.engine
-        if any(item.group in ready for item in engine._queue) and not (engine._suspects and self._unwritten()):
+        if any(item.group in ready for item in engine._queue) and not (
+            engine._suspects and (self._unwritten() or engine._at_work())
+        ):
             assert self._is_full() or engine._can_decode() or engine._leader() is not None
 
     @invariant()
@@ -721,7 +737,9 @@ class Waits(Silent):
 
     def __getattribute__(self, name: str) -> Any:
         seconds = object.__getattribute__(self, "seconds")
-        return seconds.append if name == "waited" else seconds if name == "seconds" else super().__getattribute__(name)
+        if name == "waited":
+            return SimpleNamespace(observe=seconds.append)
+        return seconds if name == "seconds" else super().__getattribute__(name)
 
 
 def ran(server: Server, *, until: Callable[[], bool]) -> None:
@@ -773,6 +791,100 @@ def test_a_job_that_may_have_killed_a_process_has_no_company(server: Server) -> 
         begun = {item.job.id for item in server.engine._queue.begun}
         assert not begun & {job.id for job, _ in server.jobs if job.attempts} or len(begun) == 1
     assert {server.known[name].status for name in names} == {Status.DONE}
+
+
+def test_a_model_that_cannot_be_loaded_costs_its_jobs(server: Server) -> None:
+    """And is not asked for again at once, since every try takes the others off the devices."""
+    WORLD.fails["load"] = ALWAYS, "no such file"
+    server.submit("c", "alice", 3)
+    job, _ = server.jobs[0]
+    ran(server, until=lambda: job.status.over)
+    assert job.error == ("model_unavailable", ANY)
+    with pytest.raises(Rejected) as refused:
+        server.engine.submit(JobRequest("", model="c"))
+    assert (refused.value.status, refused.value.code) == (503, "model_unavailable")
+    assert refused.value.retry_after
+    WORLD.fails, WORLD.now = {}, WORLD.now + refused.value.retry_after
+    server.submit("c", "alice", 3)
+    job, _ = server.jobs[0]
+    ran(server, until=lambda: job.status is Status.DONE)
+
+
+def test_a_join_that_fails_costs_its_jobs(server: Server) -> None:
+    WORLD.fails["join"] = ALWAYS, "broken"
+    names = [submitted(server) for _ in range(3)]
+    ran(server, until=lambda: all(server.known[name].status.over for name in names))
+    assert [server.known[name].error for name in names] == [("server_error", ANY)] * 3
+    WORLD.fails = {}
+    name = submitted(server)
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+
+
+def test_an_engine_without_progress_counts_as_failed(server: Server) -> None:
+    """While it has work; not while it is idle. It is ready again when it goes on."""
+    codes, most = list[str](), EngineSettings().stall_seconds
+
+    def stall() -> None:
+        WORLD.now += most + 1
+        with pytest.raises(Rejected) as refused:
+            server.engine.submit(JobRequest("", model="a"))
+        codes.append(refused.value.code)
+
+    name = submitted(server)
+    server.jobs.clear()  # it is late
+    WORLD.meanwhile["step"] = stall
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+    assert codes == ["failed"]
+    with pytest.raises(Asleep):  # there is nothing to do
+        server.engine._next_turn()
+    WORLD.now += most + 1
+    assert server.engine.state is State.READY
+
+
+@pytest.mark.parametrize("where", ["_turn", "_start_over"])
+def test_an_engine_that_only_fails_gives_up(server: Server, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """It never ends in silence: jobs fail, nothing is accepted, and whoever watches hears of it."""
+
+    def fail() -> None:
+        raise KeyError("broken")
+
+    for name in {"_turn", where}:
+        monkeypatch.setattr(server.engine, name, fail)
+    monkeypatch.setattr(server.engine, "_begin", lambda: None)
+    submitted(server)
+    (job, _), *_ = server.jobs
+    server.jobs.clear()
+    server.engine._run()
+    assert isinstance(server.engine.failure, KeyError)
+    assert (server.engine.state, job.status, job.error) == (State.FAILED, Status.FAILED, ("server_error", ANY))
+    with pytest.raises(Rejected) as refused:
+        server.engine.submit(JobRequest("", model="a"))
+    assert (refused.value.status, refused.value.code) == (503, "failed")
+    server.engine.close()
+    server._folder.cleanup()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_job_of_the_journal_is_not_unknown_while_the_server_starts(
+    stubs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recorded: bool
+) -> None:
+    """A client that asks for it tries again. Closing meanwhile is no fault of the journal."""
+    loading, sizes = threading.Event(), StubServed.sizes
+    monkeypatch.setattr(StubServed, "sizes", lambda served, warm: (loading.wait(60), sizes(served, warm))[1])
+    journal = Journal(tmp_path / "jobs.db") if recorded else None
+    engine = ImageEngine(["a"], EngineSettings(), Silent(), lambda name: None, journal=journal)
+    engine.start()
+    for asks in (lambda: engine.job("1234", ""), lambda: engine.jobs("")):
+        with pytest.raises(Rejected) if recorded else nullcontext() as refused:
+            assert not asks()
+        if refused:
+            assert (refused.value.status, refused.value.code) == (503, "starting")
+            assert refused.value.retry_after
+    assert engine.drain(1.0)
+    engine.close()
+    loading.set()
+    engine._thread.join(60)
+    assert engine.failure is None
 
 
 def test_what_was_made_at_the_start_stays(stubs: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,13 +48,13 @@ def metrics() -> Metrics:
     """One of everything happened."""
     metrics = Metrics()
     metrics.request("/v1/", 200, 0.5)
-    metrics.submitted("emoji")
-    metrics.refused("queue_full")
+    metrics.submitted.labels("emoji").inc()
+    metrics.refused.labels("queue_full").inc()
     metrics.over("emoji", "done", 2.0)
     metrics.stepped("64x96", 4, 3, 5, 2.0)
     metrics.image("64x96", 64 * 96)
     metrics.compiled("denoiser", 3.0)
-    metrics.device_memory(0, 1 << 30)
+    metrics.memory.labels("0").set(1 << 30)
     return metrics
 
 

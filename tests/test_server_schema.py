@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from canvax.server.app import APIS
 from canvax.server.openapi import description
 from tests.support.server_stub import StubEngine
-from tests.support.web_site import Web, web
+from tests.support.serving import Web, web
 
 try:  # not among what the tests install: it brings a pytest plugin, and three dozen packages
     import schemathesis

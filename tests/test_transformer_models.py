@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from test_specs import leaves_read
 
 from canvax.errors import CheckpointError
+from canvax.families.known import PRESETS
 from canvax.kernels.attention import attention, plain_attention, using
 from canvax.kernels.target import compiling_for, compiling_on
 from canvax.models import dit
@@ -84,6 +86,23 @@ def test_every_leaf_is_read(cfg: Any) -> None:
         return got
 
     assert leaves_read(spec, checked, *arrays) == {leaf for leaf, _ in flatten(spec)}
+
+
+def test_every_leaf_of_a_model_that_sees_is_read() -> None:
+    """Likewise, for a reference as large as they are, whose features replace the embedding of its tokens."""
+    encoder = replace(PRESETS["qwen-image-2.1"].text.encoders[0].seeing([(1024, 1024)]), tap=4)
+    names, shapes = zip(*encoder.inputs(128).items(), strict=True)
+    arrays = [jax.ShapeDtypeStruct((2, *shape.shape), shape.dtype) for shape in shapes]
+
+    def run(p: Any, *arrays: Any) -> Any:
+        got = encoder.encode(p, **dict(zip(names, arrays, strict=True)))
+        outputs = encoder.outputs(128, jnp.dtype(jnp.bfloat16))
+        assert {name: (array.shape[1:], array.dtype) for name, array in got.items()} == {
+            name: (shape.shape, shape.dtype) for name, shape in outputs.items()
+        }
+        return got["text"]
+
+    assert leaves_read(encoder.spec, run, *arrays) == {leaf for leaf, _ in flatten(encoder.spec)}
 
 
 SMALL = [

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from canvax.errors import CheckpointError
 from canvax.params import Param, flatten
 from canvax.weights import flax_msgpack, identify, safetensors
+from canvax.weights.cast import cast_into
 from canvax.weights.entries import Decode, Entry
 from canvax.weights.files import open_weights
 from canvax.weights.flax_msgpack import open_flax_msgpack
@@ -48,6 +49,17 @@ def test_float8_is_read(tmp_path: Path) -> None:
         (entry,) = open_safetensors(tmp_path / "a.safetensors")
         got = materialise(Param((4, 3), (None, None), layout="linear"), entry, np.float32, Scratch())
         np.testing.assert_array_equal(got, array.T.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_half_precision_for_every_number(dtype: Any) -> None:
+    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    padded = np.empty((256, 300), dtype)
+    cast_into(padded[:, :256], half)
+    with np.errstate(invalid="ignore"):
+        want = half.astype(dtype)
+    bits = f"u{want.itemsize}"
+    np.testing.assert_array_equal(padded[:, :256].view(bits), want.view(bits))
 
 
 def test_numbers_too_large_are_refused(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from tests.support.checkpoints import (
     toy_params,
     write_checkpoint,
 )
+from tests.support.refusals import refused
 
 UNET = Path("unet") / "diffusion_pytorch_model.safetensors"
 
@@ -84,9 +85,8 @@ def test_what_does_not_fit_is_an_error(tmp_path: Path, stored: Any) -> None:
     source = write_checkpoint(tmp_path / "source", params)
     with pytest.raises(CheckpointError, match="float16"):
         load(source, np.float16)
-    with pytest.raises(InputError) as caught:
+    with refused("dtype"):
         save(tmp_path / "saved", params, source, dtype=np.float16)
-    assert caught.value.argument == "dtype"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -349,13 +349,11 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", params)
     before = (source / UNET).read_bytes()
     other = jax.tree.map(lambda leaf: leaf + 1, params)
-    with pytest.raises(InputError) as caught:
+    with refused("folder"):
         save(source, other, source)
-    assert caught.value.argument == "folder"
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError) as caught:
+    with refused("folder"):
         save(tmp_path / "file", other, source)
-    assert caught.value.argument == "folder"
     assert (source / UNET).read_bytes() == before
     (source / "notes.txt").write_text("mine")
     (source / "tokenizer").mkdir(exist_ok=True)

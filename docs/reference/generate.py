@@ -52,19 +52,77 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def command_line() -> str:
-    parts = ["# Command line", "All commands and their flags. [The command line](../cli.md) explains the usual ones."]
-    for name, help_text, parser in _commands(build_parser()):
-        parts += [f"## canvax {name}", f"{help_text[:1].upper()}{help_text[1:]}."]
-        rows = list(_flags(parser))
+    commands = [
+        (name, text, {} if name == "ui" else _groups(parser)) for name, text, parser in _commands(build_parser())
+    ]
+    shared = _shared({name: groups for name, _, groups in commands})
+    parts = [
+        "# Command line",
+        "All commands and their flags. [The command line](../cli.md) explains the usual ones. Flags of several "
+        "commands are listed once, under [shared flags](#shared-flags).",
+    ]
+    for name, text, groups in commands:
+        parts += [f"## canvax {name}", f"{text[:1].upper()}{text[1:]}."]
         if name == "ui":
-            parts.append("The flags are those of [canvax serve](#canvax-serve).")
-        elif rows:
-            parts.append(table(("Flag", "Meaning"), rows))
+            parts.append("It takes the flags of [canvax serve](#canvax-serve).")
+        rows = [row for group in groups.values() for row in group]
+        listed = {row for group in shared.values() for row in group}
+        if own := [row for row in rows if row not in listed]:
+            parts.append(table(("Flag", "Meaning"), own))
+        if also := [line for title, group in shared.items() if (line := _refers(title, group, rows))]:
+            parts.append(f"Shared flags: {'; '.join(also)}.")
+    parts.append("## Shared flags")
+    for title, group in shared.items():
+        name, _, note = title.partition(" (")
+        parts += [f"### {name[:1].upper()}{name[1:]}"]
+        parts += [f"{note[:1].upper()}{note[1:].rstrip(')')}."] if note else []
+        parts.append(table(("Flag", "Meaning"), group))
     return "\n\n".join(parts)
 
 
+Row = tuple[str, ...]
+
+
+def _shared(commands: Mapping[str, Mapping[str, list[Row]]]) -> dict[str, list[Row]]:
+    """Return the flags of more than one command, by the title of their group in the first of these."""
+    having: dict[Row, list[tuple[str, str]]] = {}
+    for name, groups in commands.items():
+        for title, rows in groups.items():
+            for row in rows:
+                having.setdefault(row, []).append((name, title))
+    shared: dict[str, dict[str, Row]] = {}
+    for row, places in sorted(having.items(), key=lambda item: -len(item[1])):
+        trains = all(name.startswith("train ") for name, _ in places)
+        title = "training" if trains else next((title for _, title in places if title not in _UNTITLED), "")
+        if len(places) > 1 and title:
+            shared.setdefault(title, {}).setdefault(_name(row), row)
+    order = list(having)
+    titles = sorted(shared, key=lambda title: min(order.index(row) for row in shared[title].values()))
+    return {title: sorted(shared[title].values(), key=order.index) for title in titles if len(shared[title]) > 1}
+
+
+def _name(row: Row) -> str:
+    """Return a flag without its other names and its value."""
+    return row[0].partition(",")[0].partition(" ")[0]
+
+
+_UNTITLED = ("options", "positional arguments")
+
+
+def _refers(title: str, group: list[Row], rows: list[Row]) -> str:
+    """Return a link to a group of shared flags with what a command has of it, or nothing."""
+    have = [row for row in group if row in rows]
+    lack = [row for row in group if _name(row) not in map(_name, rows)]
+    name = title.partition(" (")[0]
+    link = f"[{name}](#{name.lower().replace(' ', '-').replace(',', '')})"
+    if not have or not lack:
+        return link if have else ""
+    few = have if len(have) < len(lack) else lack
+    return f"{link} {'only' if few is have else 'without'} {', '.join(map(_name, few))}"
+
+
 def _commands(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """The name, help and parser of each command, those of `canvax train` included."""
+    """The name, help and parser of each command, also of each `canvax train` command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
@@ -73,14 +131,19 @@ def _commands(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tup
                 yield from inner or [(f"{prefix}{name}", helps[name], command)]
 
 
-def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, ...]]:
+def _groups(parser: argparse.ArgumentParser) -> dict[str, list[Row]]:
+    """Return flags and meanings by the title of their group in the help."""
     formatter = parser._get_formatter()
-    for action in parser._actions:
-        if action.help in (None, argparse.SUPPRESS) or "--help" in action.option_strings:
-            continue
-        shown = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
-        value = formatter._format_args(action, (action.dest or "").upper()) if action.option_strings else ""
-        yield f"{shown} {f'`{value}`' if value else ''}".strip(), formatter._expand_help(action)
+    groups: dict[str, list[Row]] = {}
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            if action.help in (None, argparse.SUPPRESS) or "--help" in action.option_strings:
+                continue
+            shown = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
+            value = formatter._format_args(action, (action.dest or "").upper()) if action.option_strings else ""
+            row = f"{shown} {f'`{value}`' if value else ''}".strip(), formatter._expand_help(action)
+            groups.setdefault(group.title or "", []).append(row)
+    return groups
 
 
 def settings() -> str:
@@ -129,7 +192,7 @@ def samplers() -> str:
     return "\n\n".join([
         "# Samplers: names",
         "Any spelling works. [Samplers](../samplers.md#names) explains the columns, "
-        "[Which sampler?](../which-sampler.md) compares images.",
+        "[Which sampler?](../which-sampler.md) compares images. \"(eta 0)\" means without the random part.",
         table((*head, "Order", "Evaluations", "Random"), rows),
         "## When to use each",
         table(("Sampler", "When"), uses),
@@ -146,7 +209,9 @@ def http_api() -> str:
         "# HTTP API",
         "The same as `/openapi.json` of a running server, which leaves out aliases and routes without an effect. "
         "[A server and a page](../serving.md) explains how to use it. "
-        "`/api/images` is there with `canvax ui` alone.",
+        "Only `canvax ui` has `/api/images`. [Errors](../serving.md#errors) have the same codes on all routes. "
+        "Fields with the name of an option mean what [the settings](settings.md) say; [jobs](../serving.md#jobs) "
+        "explains the others, and the answers.",
     ]
     rows = [
         (f"`{method.upper()} {path}`", operation["summary"])
@@ -154,11 +219,21 @@ def http_api() -> str:
         for method, operation in methods.items()
     ]
     parts.append(table(("Request", "Meaning"), rows))
+    bodies: dict[str, list[tuple[str, ...]]] = {}
     for path, methods in document["paths"].items():
         body = methods.get("post", {}).get("requestBody", {})
         for content in body.get("content", {}).values():
-            if schema := _named(content.get("schema", {}), schemas):
-                parts += [f"## Body of `{path}`", table(("Field", "Type", "Default"), list(_fields(schema, schemas)))]
+            schema = _named(content.get("schema", {}), schemas)
+            if schema and path not in bodies:
+                rows = list(_fields(schema, schemas))
+                names = {name for name, *_ in rows}
+                bases = (of for of, have in bodies.items() if len(have) > 1 and {name for name, *_ in have} <= names)
+                base = next(bases, "")
+                more = [row for row in rows if row not in bodies.get(base, [])]
+                parts.append(f"## Body of `{path}`")
+                parts += [f"As for `{base}`{', with:' if more else '.'}"] if base else []
+                parts += [table(("Field", "Type", "Default"), more)] if more else []
+                bodies[path] = rows
     return "\n\n".join(parts)
 
 
@@ -256,7 +331,7 @@ _SPECIAL = {
     "callback_on_step_end": ("Callable[..., Any]", "called with (pipe, index, timestep, {'latents': array})"),
     "guess_mode": ("bool", "the same as control_mode='guess'"),
     "callback_on_step_end_tensor_inputs": ("Sequence[str]", "['latents']"),
-    "prompt_embeds": ("Any", "what the text encoder returned; the same as prompt=pipe.encode(...)"),
+    "prompt_embeds": ("Any", "conditions from the text encoder; the same as prompt=pipe.encode(...)"),
     "pooled_prompt_embeds": ("Any", "the second output of SDXL's text encoders"),
     "negative_prompt_embeds": ("Any", "the same of the negative prompt"),
     "negative_pooled_prompt_embeds": ("Any", "the same of the negative prompt"),
@@ -288,9 +363,9 @@ def keywords() -> str:
         words = [f"Literal[{value}]" for value in values if value is not None]
         of_load[name] = (" | ".join([*words, "None"]), "changes nothing; for programs written for diffusers")
     again = {name: (types[name], helps[name]) for name in first[1:3]}
-    again |= {"scale": ("float", "of an enlarged image: how many times larger")}
-    again |= {"overlap": ("int | None", "of an enlarged image: pixels that neighbouring tiles share at least")}
-    again |= {"batch": ("int", "of an enlarged image: tiles at once")}
+    again |= {"scale": ("float", "for an enlarged image: factor of width and height")}
+    again |= {"overlap": ("int | None", "for an enlarged image: the fewest pixels that neighbouring tiles share")}
+    again |= {"batch": ("int", "for an enlarged image: tiles at once")}
     parts = [
         _typed_dict("OptionFields", "TypedDict", "The fields of ``canvax.Options`` as keywords.",
                 {name: (kind, helps[name]) for name, kind in options.items()}),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from canvax.pipelines.pipeline import Pipeline, load, pipeline_of
     from canvax.pipelines.result import Preview, Result, load_preview
     from canvax.planning.plan import Plan, plan
+    from canvax.rollouts import Evaluation, Rollout, Start, rollout
     from canvax.samplers import SamplerSpec, SamplerTable, Solver
 
     StableDiffusion = Pipeline
@@ -47,6 +48,7 @@ _HOMES = {
     "Cancelled": "canvax.errors",
     "CanvaxError": "canvax.errors",
     "CheckpointError": "canvax.errors",
+    "Evaluation": "canvax.rollouts",
     "Guidance": "canvax.guidance",
     "HintWarning": "canvax.errors",
     "HubError": "canvax.errors",
@@ -59,9 +61,11 @@ _HOMES = {
     "Plan": "canvax.planning.plan",
     "Preview": "canvax.pipelines.result",
     "Result": "canvax.pipelines.result",
+    "Rollout": "canvax.rollouts",
     "SamplerSpec": "canvax.samplers",
     "SamplerTable": "canvax.samplers",
     "Solver": "canvax.samplers",
+    "Start": "canvax.rollouts",
     "Step": "canvax.pipelines.options",
     "convert": "canvax.families.convert",
     "load": "canvax.pipelines.pipeline",
@@ -71,12 +75,14 @@ _HOMES = {
     "plain_kernels": "canvax.kernels.target",
     "plan": "canvax.planning.plan",
     "read_metadata": "canvax.images.metadata",
+    "rollout": "canvax.rollouts",
 }
 
 __all__ = [
     "Cancelled",
     "CanvaxError",
     "CheckpointError",
+    "Evaluation",
     "Guidance",
     "HintWarning",
     "HubError",
@@ -89,9 +95,11 @@ __all__ = [
     "Plan",
     "Preview",
     "Result",
+    "Rollout",
     "SamplerSpec",
     "SamplerTable",
     "Solver",
+    "Start",
     "Step",
     "__version__",
     "convert",
@@ -102,6 +110,7 @@ __all__ = [
     "plain_kernels",
     "plan",
     "read_metadata",
+    "rollout",
 ]
 
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 
 
 def main() -> int:
-    """Run the command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     code = 1
 
     def leave() -> None:
-        """Exits without Python's teardown: a thread of JAX that still runs then can crash the process."""
+        """Exit without Python's teardown: a thread of JAX that still runs then can crash the process."""
         if "jax" in sys.modules:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError, AttributeError):

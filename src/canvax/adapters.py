@@ -1,7 +1,7 @@
-"""What adapters do to a weight: LoRA and its relatives, each a change of the weight as it was trained.
+"""The changes of a weight by adapters: LoRA and its relatives, each relative to the weight as it was trained.
 
 An adapter changes a weight W, as a checkpoint stores it (out, in, kh, kw), to W + D(W). Several are added up, each with
-a weight of its own: W + sum of w_i D_i(W). So neither their order nor what was merged before matters, a weight of 0 is
+its weight: W + sum of w_i D_i(W). So neither their order nor adapters merged before matter; a weight of 0 changes
 nothing, and 1 is the rule of the paper.
 
     LoRA       D = a/r up down                 Hu et al. 2021; of convolutions (LoCon), with a core (Tucker)
@@ -28,14 +28,14 @@ Shapes = Mapping[str, Shape]
 
 
 class Window(NamedTuple):
-    """The part of a stack of layers that a weight is.
+    """The part of a stack of layers that is one weight.
 
     Attributes:
-        shape: of the stack.
-        axis: along which layers are stacked.
-        begin: of the weight along that axis.
-        end: of the weight along that axis, exclusive.
-        swapped: whether the weight has the halves of the stack in the other order.
+        shape: shape of the stack.
+        axis: axis along which layers are stacked.
+        begin: begin of the weight along that axis.
+        end: end of the weight along that axis, exclusive.
+        swapped: True if the weight has the halves of the stack in the other order.
     """
 
     shape: Shape
@@ -47,13 +47,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What an adapter does to one weight.
+    """The change of one weight by an adapter.
 
     Attributes:
         kind: a key of ``KINDS``.
         arrays: its numbers by their roles in ``KINDS``, float32.
-        scale: what D is multiplied with, alpha / rank.
-        window: of a LoKr, if D is that of a stack of layers.
+        scale: factor of D, alpha / rank.
+        window: part of the stack of layers whose D a LoKr has, or None.
     """
 
     kind: str
@@ -66,11 +66,11 @@ class AdapterKind(NamedTuple):
     """A kind of adapter.
 
     Attributes:
-        name: for people.
+        name: name for people.
         needed: roles that its arrays must have.
         optional: roles that they may have.
         shapes: shapes of the arrays and of the weight -> the shapes that the arrays must have.
-        change: D of a weight [out, in, ...] float32.
+        change: function that returns D of a weight [out, in, ...] float32.
     """
 
     name: str
@@ -81,11 +81,11 @@ class AdapterKind(NamedTuple):
 
 
 DECOMPOSED = ("dora_scale", "magnitude")
-"""Roles of DoRA's magnitudes: with the axis that they belong to, and always of the outputs."""
+"""Roles of DoRA's magnitudes: those with the axis that they belong to, and those that are always of the outputs."""
 
 
 def change(weight: HostArray, part: Part) -> HostArray:
-    """D of a weight [out, in, ...] float32, for an adapter's weight of 1; of the same shape."""
+    """Return D, in the shape of a weight [out, in, ...] float32, for an adapter's weight of 1."""
     delta = KINDS[part.kind].change(weight, part).reshape(weight.shape)
     if "scalar" in part.arrays:
         delta = delta * part.arrays["scalar"].reshape(())
@@ -96,9 +96,9 @@ def change(weight: HostArray, part: Part) -> HostArray:
 
 
 def decomposed(weight: HostArray, added: HostArray, magnitude: HostArray, *, outputs: bool = False) -> HostArray:
-    """DoRA: what brings ``weight + added`` to the ``magnitude`` of each output, or of each input.
+    """Return DoRA's change, which brings ``weight + added`` to the ``magnitude`` of each output, or of each input.
 
-    The shape of the magnitudes says which: (out, 1, ...) or (1, in, ...). PEFT stores them as (out) and (1, out, 1, 1).
+    Magnitudes of outputs have the shape (out, 1, ...), in PEFT (out) or (1, out, 1, 1); those of inputs (1, in, ...).
     """
     merged = weight + added
     axis = 0 if outputs or magnitude.ndim < 2 or magnitude.shape[0] != 1 or weight.shape[0] == 1 else 1
@@ -109,14 +109,14 @@ def decomposed(weight: HostArray, added: HostArray, magnitude: HostArray, *, out
 
 
 class NotLowRank(ValueError):
-    """A change of a weight that is no product of two small matrices."""
+    """A change of a weight that is not a product of two small matrices."""
 
 
 def low_rank(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
-    """D as the product of two factors, exactly: ``down`` [r, in, kh, kw] and ``up`` [out, r], of a weight of ``shape``.
+    """Return exact factors of D, ``down`` [r, in, kh, kw] and ``up`` [out, r], for a weight of ``shape``.
 
     Raises:
-        NotLowRank: it is none: D depends on the weight, or is made of more than products.
+        NotLowRank: D depends on the weight, or is not only made of products.
     """
     factors = _FACTORS.get(part.kind)
     if part.window is not None:
@@ -137,7 +137,7 @@ def _lora_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
 
 
 def _loha_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
-    """(A B) * (C D) = (A and C by columns) (B and D by rows), of rank r1 r2: Hyeon-Woo et al. 2022, proposition 1."""
+    """Factor (A B) * (C D) = (A and C by columns) (B and D by rows), of rank r1 r2 (Hyeon-Woo et al. 2022, prop. 1)."""
     if {"hada_t1", "hada_t2"} & part.arrays.keys():
         raise NotLowRank("LoHa with a core is no low-rank change")
     a, b, c, d = (_matrix(part.arrays[f"hada_w{i}_{side}"]) for i in (1, 2) for side in "ab")
@@ -146,7 +146,7 @@ def _loha_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
 
 
 def _lokr_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
-    """(A B) (x) (C D) = (A (x) C) (B (x) D), of rank r1 r2."""
+    """Factor (A B) (x) (C D) = (A (x) C) (B (x) D), of rank r1 r2."""
     (a, b), (c, d) = (_split(part.arrays, f"w{i}", f"t{i}") for i in (1, 2))
     up = np.einsum("ar,cs->acrs", a, c).reshape(shape[0], -1)
     kernel = math.prod(shape[2:])
@@ -155,7 +155,7 @@ def _lokr_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
 
 
 def _split(arrays: Arrays, name: str, core: str) -> tuple[HostArray, HostArray]:
-    """A factor [n, m] as a product; one that is whole as itself and ones, on its smaller side."""
+    """Return a factor [n, m] as a product; a whole one is multiplied by the identity on its smaller side."""
     if name not in arrays and core not in arrays:
         return _matrix(arrays[f"{name}_a"]), _matrix(arrays[f"{name}_b"])
     whole = _matrix(_factor(arrays, name, core))
@@ -172,7 +172,7 @@ _FACTORS: Mapping[str, Callable[[Part, Shape], tuple[HostArray, HostArray]]] = {
 
 
 def faults(kind: str, shapes: Shapes, weight: Shape) -> list[str]:
-    """What is wrong with the shapes of an adapter's arrays for a weight of shape (out, in, kh, kw)."""
+    """Return the faults in the shapes of an adapter's arrays for a weight of shape (out, in, kh, kw)."""
     try:
         wanted = KINDS[kind].shapes(shapes, weight)
     except (IndexError, ValueError):
@@ -191,7 +191,7 @@ def faults(kind: str, shapes: Shapes, weight: Shape) -> list[str]:
 
 
 def rank(kind: str, shapes: Shapes, weight: Shape) -> int:
-    """The rank that alpha is divided by; 0 where there is none, and alpha means nothing."""
+    """Return the rank that alpha is divided by; 0 if there is none, and alpha has no meaning."""
     if kind == "lora":
         return shapes["down"][0]
     if kind == "loha":
@@ -202,7 +202,7 @@ def rank(kind: str, shapes: Shapes, weight: Shape) -> int:
 
 
 def _alike(shape: Shape, wanted: Shape) -> bool:
-    """Whether two shapes are the same, but for axes of length 1 at the end, and the kernel's as one axis."""
+    """Return whether shapes are equal, apart from axes of length 1 at the end, and a kernel as one axis."""
 
     def bare(shape: Shape) -> Shape:
         while shape and shape[-1] == 1:
@@ -214,12 +214,12 @@ def _alike(shape: Shape, wanted: Shape) -> bool:
 
 
 def _matrix(array: HostArray) -> HostArray:
-    """[n, ...] as [n, product of the rest]."""
+    """Reshape [n, ...] to [n, product of the rest]."""
     return array.reshape(array.shape[0], -1)
 
 
 def _core(core: HostArray, outer: HostArray, inner: HostArray) -> HostArray:
-    """[a, b, kh, kw] with [a, out] and [b, in] -> [out, in, kh, kw]."""
+    """Multiply a core [a, b, kh, kw] by [a, out] and [b, in], to [out, in, kh, kw]."""
     a, b, *kernel = core.shape
     half = _matrix(outer).T @ core.reshape(a, -1)  # [out, b kh kw]
     half = half.reshape(-1, b, math.prod(kernel))
@@ -262,7 +262,7 @@ def _loha(weight: HostArray, part: Part) -> HostArray:
 
 
 def _factor(arrays: Arrays, name: str, core: str) -> HostArray:
-    """A factor that is whole, a product, or a product around a core."""
+    """Compute a factor that is stored whole, as a product, or as a product around a core."""
     if name in arrays:
         return arrays[name]
     a, b = arrays[f"{name}_a"], arrays[f"{name}_b"]
@@ -336,7 +336,7 @@ KINDS: Mapping[str, AdapterKind] = {
 
 
 def kind_of(roles: frozenset[str]) -> str | None:
-    """The kind that arrays of these roles make up; None if they make up none."""
+    """Return the kind of adapter whose arrays have these roles, or None."""
     for name, kind in KINDS.items():
         if name != "lokr" and kind.needed <= roles <= kind.needed | kind.optional:
             return name

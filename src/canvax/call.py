@@ -1,6 +1,6 @@
 """The settings of ``canvax.load`` and of a call, each declared once: arguments, and options that are seldom changed.
 
-Keywords, flags, columns of batch jobs, JSON fields, PNG texts and the tables of the docs are read off these records
+Keywords, flags, columns of batch jobs, JSON fields, PNG texts and the tables of the docs are derived from these records
 (``canvax.settings``). ``canvax.pipelines.options.Options`` adds the checks of several options together.
 """
 
@@ -30,8 +30,8 @@ class GuidanceRule(Protocol):
 
 
 GuidanceFunction = Callable[..., Any] | GuidanceRule
-"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C], or with ``row``; or a rule that says more:
-docs/guidance.md."""
+"""A function (negative, conditional, scale) -> guided of denoised images [B, h, w, C], also with ``row``; or a rule
+(docs/guidance.md)."""
 Tiling = Literal["auto", "on", "off"]
 NoiseKind = Literal["philox", "torch"]
 PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
@@ -45,23 +45,23 @@ HiresMethod = Literal["pixel", "latent"]
 Quantize = Literal["int8", "float8", "int8-w8a8", "float8-w8a8"]
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction"]
 STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
-"""Default strengths: of a whole image, and of a masked one."""
+"""Default strengths for a whole image, and for a masked one."""
 HIRES_STRENGTHS: Mapping[HiresMethod, float] = {"pixel": 0.4, "latent": 0.7}
 """Default strengths of the second pass: below 0.55 or so enlarged latents stay blurred."""
 
 MAX_SIDE = 16384
-"""Pixels of a side of an image."""
+"""The most pixels of a side of an image."""
 MAX_SEED = 2**64 - 1
 MOST_IMAGES = 65536
-"""Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
+"""The most images of one call: no machine holds the latents of more, and their prompts would fill its memory."""
 MOST_STEPS = 10_000
-"""No noise schedule has so many timesteps; a list of noise levels has as many numbers at most."""
+"""The most steps, and numbers in a list of noise levels: no noise schedule has so many timesteps."""
 MOST_GUIDANCE = 10_000
-"""No image survives a larger guidance scale, so that a number above it is a slip."""
+"""The largest guidance scale: images are destroyed long before, so a larger number is a mistake."""
 MOST_VECTORS = 75
-"""Vectors of a trained word: the tokens of a prompt of CLIP."""
+"""The most vectors of a trained word: the tokens of a prompt of CLIP."""
 MOST_TRAINED = 1_000_000
-"""Pixels of a side of an image that a model was trained on."""
+"""The most pixels of a side of an image that a model was trained on."""
 
 MODEL = "model"
 DEVICES = "devices"
@@ -69,7 +69,7 @@ SUBJECT = "what to generate"
 IMAGE = "from an image"
 CONTROL = "from a control image (the first three once for each network)"
 PROMPTS = "with an image as a prompt (each flag once for each image or adapter)"
-SAMPLING = "settings (data: changing them does not recompile, except where noted)"
+SAMPLING = "settings (changing them does not recompile, except where noted)"
 HIRES = "a second pass at a larger size"
 SDXL = "SDXL only"
 PYTHON = "Python only"
@@ -78,12 +78,12 @@ ZERO_SNR: Mapping[str, Any] = {"rescale_betas_zero_snr": True, "timestep_spacing
 """Fields of the noise schedule of a model that was trained with zero terminal SNR."""
 
 _IN_PYTHON = "only Python code can give it"
-_BATCHED = "images in a batch stand at different steps"
+_BATCHED = "images in a batch are at different steps"
 _NO_LATENTS = "latents do not go over the wire"
 
 
 def read_levels(name: str, value: Any) -> Any:
-    """Noise levels as a tuple, also of text with commas; the name of a curve as it is."""
+    """Read noise levels, also from text with commas, as a tuple; return the name of a curve unchanged."""
     if isinstance(value, str) and re.match(r"\s*[a-zA-Z_]", value):
         return value
     numbers = numbers_of(value)
@@ -93,7 +93,7 @@ def read_levels(name: str, value: Any) -> Any:
 
 
 def read_guidance_method(name: str, value: Any) -> Any:
-    """A kind of guidance, or a function or rule, by which its program is found again."""
+    """Read a kind of guidance, a function or a rule, which is a part of the key of its program."""
     if callable(value) or hasattr(value, "denoised"):
         if denoised := getattr(value, "denoised", None):
             check_function(name, denoised, 1, "(seen), a canvax.guidance.Evaluated")
@@ -112,7 +112,7 @@ def read_guidance_method(name: str, value: Any) -> Any:
 
 
 def takes_row(rule: Callable[..., Any]) -> bool:
-    """Whether a rule of guidance has a parameter ``row``, and so is given the evaluation that it guides."""
+    """Return True if a rule of guidance has a parameter ``row``, for the evaluation that it guides."""
     try:
         return "row" in signature(rule).parameters
     except (TypeError, ValueError):  # functions of C may have no signature
@@ -120,7 +120,7 @@ def takes_row(rule: Callable[..., Any]) -> bool:
 
 
 def read_pairs(name: str, value: Any) -> tuple[str, ...]:
-    """Settings by name as ``name=value`` texts, the value in JSON."""
+    """Read settings by name; return them as ``name=value`` texts, with the value in JSON."""
     if isinstance(value, Mapping):
         value = [f"{key}={json.dumps(each, default=_plain)}" for key, each in value.items()]
     if isinstance(value, str):
@@ -132,7 +132,7 @@ def read_pairs(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """An array as lists, a number of NumPy as Python's, for JSON."""
+    """Return an array as lists and a number of NumPy as Python's, for JSON."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
@@ -140,7 +140,7 @@ _SIDES = ("left", "top", "right", "bottom")
 
 
 def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
-    """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
+    """Read pixels on each side, also from text: ``left=64,right=64``, or four numbers."""
     cure = "for example left=64,right=64, or four numbers: left, top, right, bottom"
     wrong = InputError(name, "is not pixels by side", cure=cure, value=value)
     if isinstance(value, str):
@@ -164,7 +164,7 @@ def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The arguments of ``canvax.load``. What files, the Hub and JAX have to say is checked where they are asked."""
+    """The arguments of ``canvax.load``. Files, Hub ids and values of JAX are checked when they are used."""
 
     model: Any = setting(
         "emoji", "a folder, a safetensors or GGUF file, a Hub id owner/name, or emoji, which is in the package",
@@ -184,14 +184,14 @@ class Load:
         metavar="NAME",
     )  # fmt: skip
     safety_checker: bool | None = setting(
-        None, "check images with the model's safety checker, which makes those black that it refuses", group=MODEL,
+        None, "check images with the model's safety checker, which makes refused images black", group=MODEL,
     )  # fmt: skip
     prediction_type: PredictionType | None = setting(
-        None, "epsilon or v_prediction, where the model does not say or is wrong", group=MODEL, metavar="TYPE",
+        None, "epsilon or v_prediction, if the model's config lacks it or is wrong", group=MODEL, metavar="TYPE",
     )  # fmt: skip
     scheduler: Any = setting(
         None,
-        "for a model that was trained with zero terminal SNR and whose files do not say so; in Python any fields of "
+        "for a model that was trained with zero terminal SNR, if its files do not say so; in Python any fields of "
         "scheduler_config.json", group=MODEL,
         flags=("--zero-snr",), const=ZERO_SNR,
     )  # fmt: skip
@@ -208,7 +208,7 @@ class Load:
         metavar="FILE",
     )  # fmt: skip
     tokenizer: Any = setting(
-        None, "the language model's tokenizer: a folder or a Hub id", unset="that in the text encoder's folder",
+        None, "the language model's tokenizer: a folder or a Hub id", unset="the text encoder's, if it has one",
         group=MODEL, metavar="FOLDER",
     )  # fmt: skip
     revision: str | None = setting(
@@ -231,7 +231,7 @@ class Load:
         group=DEVICES, metavar="AXES",
     )  # fmt: skip
     offload: bool = setting(
-        False, "keep weights in the host's memory, and on the devices those of the network that runs", group=DEVICES,
+        False, "keep weights in the host's memory; the devices only hold those of the network that runs", group=DEVICES,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -246,35 +246,35 @@ class Load:
 
 
 LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
-"""Arguments of ``canvax.load`` that say where files come from."""
+"""Arguments of ``canvax.load`` about the source of files."""
 PARTS = ("vae", "prediction_type", "text_encoder", "text_encoder_2", "tokenizer", "scheduler")
-"""Those that stand in for parts of the model."""
+"""Arguments of ``canvax.load`` that replace parts of the model."""
 
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """What flags have besides arguments of ``canvax.load``: ``pipe.with_ip_adapter`` takes two of them."""
+    """Flags of models in addition to ``Load``: two of them are arguments of ``pipe.with_ip_adapter``."""
 
     data_dir: str | None = setting(
-        None, "folder of models as A1111 or ComfyUI have it, whose files are called by name", unset="CANVAX_DATA_DIR",
-        group=MODEL, metavar="FOLDER",
+        None, "folder of models in the layout of A1111 or ComfyUI; its files can be given by name",
+        unset="CANVAX_DATA_DIR", group=MODEL, metavar="FOLDER",
     )  # fmt: skip
     ip_adapter: Any = setting(
         None, "an IP-Adapter, which reads image prompts: a safetensors file, here or OWNER/NAME/FILE on the Hub",
         group=PROMPTS, metavar="FILE", repeats=True,
     )  # fmt: skip
     ip_encoder: str | None = setting(
-        None, "CLIP's image encoder", unset="the one beside the adapter", group=PROMPTS, metavar="FOLDER",
+        None, "CLIP's image encoder", unset="the one next to the adapter", group=PROMPTS, metavar="FOLDER",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of a call as they were given, unchecked; None is the model's default."""
+    """The unchecked arguments of a call; None is the model's default."""
 
-    prompt: Any = setting(help="what to show; a list gives an image of each", group="prompt", also=("prompts",))
+    prompt: Any = setting(help="the text to show; a list gives an image of each", group="prompt", also=("prompts",))
     negative_prompt: Any = setting(
-        None, "what the images should not show", group=SUBJECT, metavar="TEXT",
+        None, "the text to avoid", group=SUBJECT, metavar="TEXT",
         flags=("-N", "--negative-prompt", "--negative"), also=("negative", "neg_prompt"),
     )  # fmt: skip
     height: int | None = setting(
@@ -292,8 +292,8 @@ class Call:
     )  # fmt: skip
     guidance_scale: float | None = setting(
         None,
-        "how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves the "
-        "work and is another program",
+        "scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves "
+        "the work and is another program",
         low=-MOST_GUIDANCE, high=MOST_GUIDANCE, cure="7.5 is usual",
         unset="the model's default, else 7.5", group=SAMPLING, metavar="G",
         flags=("-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg"), also=("cfg", "cfg_scale", "guidance"),
@@ -320,11 +320,11 @@ class Call:
         flags=("--image", "--init-image", "--init-img"), also=("init_image", "input_image", "images"),
     )  # fmt: skip
     mask: Any = setting(
-        None, "white is generated, black stays as it is; of the image's size", group=IMAGE, metavar="FILE",
+        None, "white is generated, black is kept; of the image's size", group=IMAGE, metavar="FILE",
         flags=("--mask", "--mask-image"), also=("mask_image",),
     )  # fmt: skip
     strength: float | None = setting(
-        None, "how much of the run is done", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
+        None, "the part of the run to do", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
         unset=f"{STRENGTH:g}; with a mask {STRENGTH_OF_MASKED:g}", group=IMAGE,
         flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
     )  # fmt: skip
@@ -343,17 +343,17 @@ class Call:
 class Enlarging:
     """The arguments of ``pipe.upscale`` that are not those of a call, or have other defaults."""
 
-    scale: float = setting(2.0, "how many times larger", low=1, high=16, cure="2 is usual")
+    scale: float = setting(2.0, "factor of width and height", low=1, high=16, cure="2 is usual")
     strength: float | None = setting(
-        None, "how much the model may change", low=0, high=1, above=True, unset="0.3, or what the model brings",
+        None, "strength of the change", low=0, high=1, above=True, unset="0.3, or the model's if that is less",
         cure="0.3 is usual",
     )  # fmt: skip
     overlap: int | None = setting(
-        None, "what neighbouring tiles share at least", low=1, high=MAX_SIDE, unset="three eighths of a tile",
+        None, "the fewest pixels that neighbouring tiles share", low=1, high=MAX_SIDE, unset="three eighths of a tile",
         metavar="PIXELS",
     )  # fmt: skip
     batch: int = setting(4, "tiles at once", low=1, high=MOST_IMAGES, metavar="N", flags=("-b", "--batch-size"))
-    control: bool = setting(False, "whether tiles are the control images of the networks")
+    control: bool = setting(False, "use tiles as the control images of the networks")
 
     def __post_init__(self) -> None:
         check_all(self)
@@ -361,21 +361,21 @@ class Enlarging:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """What flags and rows of files have in place of arguments that are images."""
+    """Settings of flags and rows of files that replace arguments with images."""
 
     reference: Any = setting(
         None, "a further reference image for a model that edits images; the first is --image", group=IMAGE,
         metavar="FILE", repeats=True, also=("references",),
     )  # fmt: skip
     control_from: str | None = setting(
-        None, "make that of the image first: canny, invert, ...", group=CONTROL, metavar="KIND",
+        None, "make the control image from this image first: canny, invert, ...", group=CONTROL, metavar="KIND",
     )  # fmt: skip
     ip_image: Any = setting(
-        None, "the image, and how strong it is (1): photo.png:0.6", group=PROMPTS, metavar="FILE[:X]", repeats=True,
+        None, "an image prompt, with its strength (1): photo.png:0.6", group=PROMPTS, metavar="FILE[:X]", repeats=True,
         also=("image_prompt",),
     )  # fmt: skip
     ip_mask: Any = setting(
-        None, "where it acts, white; none for everywhere", group=PROMPTS, metavar="FILE", repeats=True,
+        None, "mask of an image prompt: white where it acts; none for all", group=PROMPTS, metavar="FILE", repeats=True,
     )  # fmt: skip
 
 
@@ -388,7 +388,7 @@ class OptionRecord:
         cure="leave it out for the sampler's own", group=SAMPLING, also=("ddim_eta",), infotext="Eta", per_image=True,
     )  # fmt: skip
     spacing: Spacing | None = setting(
-        None, "which timesteps are visited: leading, trailing or linspace", unset="the model's default", group=SAMPLING,
+        None, "spacing of the timesteps: leading, trailing or linspace", unset="the model's default", group=SAMPLING,
         metavar="KIND", hint_without=("free spacing",), per_image=True,
     )  # fmt: skip
     sigmas: str | Sequence[float] | None = setting(
@@ -400,7 +400,7 @@ class OptionRecord:
         flags=("--set", "--sampler-settings"), repeats=True, read=read_pairs, per_image=True,
     )  # fmt: skip
     guidance_steps: Sequence[float] | None = setting(
-        None, "guidance scale of each step, in place of one for all", low=-MOST_GUIDANCE, high=MOST_GUIDANCE,
+        None, "guidance scale of each step instead of one for all", low=-MOST_GUIDANCE, high=MOST_GUIDANCE,
         cure="for example 7.5,5,2.5,1", group=SAMPLING, metavar="G,G,...", per_image=True,
     )  # fmt: skip
     guidance_interval: Sequence[float] = setting(
@@ -424,7 +424,7 @@ class OptionRecord:
         high=100, cure="3 is usual", group=SAMPLING,
     )  # fmt: skip
     pag_adaptive_scale: float = setting(
-        0.0, "how much of pag_scale goes with each timestep", low=0, high=100, cure="0 is usual", group=SAMPLING,
+        0.0, "decrease of pag_scale with the timestep", low=0, high=100, cure="0 is usual", group=SAMPLING,
         hint_without=("pag_scale",),
     )  # fmt: skip
     reuse: int = setting(
@@ -451,7 +451,7 @@ class OptionRecord:
         infotext="RNG",
     )  # fmt: skip
     prompt_syntax: PromptSyntax = setting(
-        "plain", "what brackets in prompts mean: plain (nothing), a1111, comfy or compel", group=SAMPLING,
+        "plain", "meaning of brackets in prompts: plain (none), a1111, comfy or compel", group=SAMPLING,
         metavar="KIND", hint_without=("text",),
     )  # fmt: skip
     progress: bool | Literal["programs"] = setting(
@@ -460,10 +460,10 @@ class OptionRecord:
     )  # fmt: skip
     callback: Callable[[Any], Any] | None = setting(
         None, "called after each evaluation with a canvax.Step", group=PYTHON,
-        closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": "nothing of a client's is run here"},
+        closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": "the server runs no code of clients"},
     )  # fmt: skip
     strength_rule: StrengthRule = setting(
-        "diffusers", "which steps a strength runs: as diffusers, a1111 or exact have it", group=IMAGE, metavar="RULE",
+        "diffusers", "rule for the steps of a strength: diffusers, a1111 or exact", group=IMAGE, metavar="RULE",
         hint_without=("image", "strength below 1"),
     )  # fmt: skip
     image_encoding: ImageEncoding | None = setting(
@@ -484,7 +484,7 @@ class OptionRecord:
         hint_without=("mask", "mask over the image"),
     )  # fmt: skip
     mask_blend: MaskBlend = setting(
-        "denoised", "how the rest is kept: in the denoised image or, as diffusers does, renoised in the latents",
+        "denoised", "method of keeping the rest: in the denoised image or, as in diffusers, renoised in the latents",
         group=IMAGE, metavar="KIND", hint_without=("mask",),
     )  # fmt: skip
     padding_mask_crop: int | None = setting(
@@ -496,7 +496,7 @@ class OptionRecord:
         None, "add pixels on these sides of an image: left=64,right=64", group=IMAGE, metavar="SIDES", read=read_sides,
     )  # fmt: skip
     control_scale: float | Sequence[float] = setting(
-        1.0, "how strong the control image is; X,X for two networks, as with the next three", low=-10, high=10,
+        1.0, "strength of the control image; X,X for two networks, as for the next three", low=-10, high=10,
         cure="1 is as trained", group=CONTROL,
         also=("controlnet_conditioning_scale", "adapter_conditioning_scale", "control_weight"),
     )  # fmt: skip
@@ -509,8 +509,9 @@ class OptionRecord:
         also=("control_guidance_end", "guidance_end", "adapter_conditioning_factor"),
     )  # fmt: skip
     control_mode: ControlMode | Sequence[ControlMode] = setting(
-        "balanced", "what matters more: balanced, the prompt, the control image; guess needs no prompt", group=CONTROL,
-        metavar="MODE", cure="the type of a ControlNet-Union stands with its image, as in control=dict(depth=image)",
+        "balanced", "preference: balanced, prompt, or control (the control image); guess needs no prompt",
+        group=CONTROL, metavar="MODE",
+        cure="give the type for a ControlNet-Union with its image, as in control=dict(depth=image)",
     )  # fmt: skip
     variation_seed: int | None = setting(
         None, "mix the noise of this seed into the initial noise", low=0, high=MAX_SEED, group=SAMPLING,
@@ -518,7 +519,7 @@ class OptionRecord:
         hint_without=("variation_strength",), infotext="Variation seed", per_image=True,
     )  # fmt: skip
     variation_strength: float = setting(
-        0.0, "how much of the variation seed's noise to mix in", low=0, high=1, cure="0.1 changes little",
+        0.0, "share of the variation seed's noise", low=0, high=1, cure="0.1 changes little",
         group=SAMPLING, flags=("--variation-strength", "--subseed-strength"), also=("subseed_strength",),
         error_without="variation_seed=1", infotext="Variation seed strength", per_image=True,
     )  # fmt: skip
@@ -532,7 +533,7 @@ class OptionRecord:
         flags=("--hires", "--hr-scale"), also=("hr_scale", "hires_scale"), infotext="Hires upscale",
     )  # fmt: skip
     hires_method: HiresMethod = setting(
-        "pixel", "what the second pass enlarges: pixel (the image), or latent", group=HIRES, metavar="KIND",
+        "pixel", "input of the second pass: pixel (the image), or latent", group=HIRES, metavar="KIND",
         error_without="hires=2",
     )  # fmt: skip
     hires_strength: float | None = setting(
@@ -541,15 +542,15 @@ class OptionRecord:
         infotext="Denoising strength",
     )  # fmt: skip
     hires_steps: int | None = setting(
-        None, "steps of the second pass", low=1, unset="as many as the first", group=HIRES, metavar="N",
+        None, "steps of the second pass", low=1, unset="the first pass's", group=HIRES, metavar="N",
         also=("hr_second_pass_steps",), error_without="hires=2", infotext="Hires steps",
     )  # fmt: skip
     hires_sampler: str | None = setting(
-        None, "sampler of the second pass", unset="that of the first", cure="canvax samplers lists them", group=HIRES,
+        None, "sampler of the second pass", unset="the first pass's", cure="canvax samplers lists them", group=HIRES,
         metavar="NAME", also=("hr_sampler_name",), error_without="hires=2", infotext="Hires sampler",
     )  # fmt: skip
     hires_prompt: str | Sequence[str] | None = setting(
-        None, "prompt of the second pass", unset="that of the first", group=HIRES, metavar="TEXT", also=("hr_prompt",),
+        None, "prompt of the second pass", unset="the first pass's", group=HIRES, metavar="TEXT", also=("hr_prompt",),
         error_without="hires=2", infotext="Hires prompt",
     )  # fmt: skip
     denoising_start: float = setting(
@@ -558,7 +559,7 @@ class OptionRecord:
         closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": _NO_LATENTS},
     )  # fmt: skip
     denoising_end: float = setting(
-        1.0, "stop after this part of the run: Result.latents are noisy then, and nothing is decoded", low=0, high=1,
+        1.0, "stop after this part of the run: Result.latents are noisy then, and are not decoded", low=0, high=1,
         cure="0.8 is usual between base and refiner", group=PYTHON,
         closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": _NO_LATENTS},
     )  # fmt: skip
@@ -571,7 +572,7 @@ class OptionRecord:
         hint_without=("guidance", "negative prompt as text"), per_image=True,
     )  # fmt: skip
     original_size: tuple[int, int] | None = setting(
-        None, "size of the training images to imitate; small is blurred", low=1, high=MOST_TRAINED,
+        None, "size of the training images to imitate; small ones are blurred", low=1, high=MOST_TRAINED,
         unset="the image's size", cure="for example (1024, 1024)", group=SDXL, metavar=("HEIGHT", "WIDTH"),
     )  # fmt: skip
     crops_coords_top_left: tuple[int, int] = setting(
@@ -595,9 +596,9 @@ class OptionRecord:
         group=SDXL, metavar=("HEIGHT", "WIDTH"), hint_without=("guidance",),
     )  # fmt: skip
     aesthetic_score: float | None = setting(
-        None, "of the refiner: how beautiful, about 1 to 10", cure="6 is usual", unset="6", group=SDXL,
+        None, "aesthetic score for the refiner, about 1 to 10", cure="6 is usual", unset="6", group=SDXL,
     )  # fmt: skip
     negative_aesthetic_score: float | None = setting(
-        None, "of the refiner: what to keep away from", cure="2.5 is usual", unset="2.5", group=SDXL,
+        None, "aesthetic score to avoid, for the refiner", cure="2.5 is usual", unset="2.5", group=SDXL,
         hint_without=("guidance",),
     )  # fmt: skip

@@ -12,7 +12,7 @@ All settings that differ between images are in the rows, the keys and the condit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,32 +126,62 @@ def denoise(
     flight = inputs.flight
     batch, _, *shape = flight.state.shape
     samples = conditions_of(guidance, flight.prompts, batch)
-    count = len(samples)
-    conditions = jax.tree.map(_neighbours, *samples)
+    conditions = neighbours(samples)
     if places is not None:
         params = with_adapters(params, conditions.pop(ADAPTERS), denoiser.spec, places, denoiser.component)
-    prepared = denoiser.prepare(params, conditions, (count * batch, *shape))
+    prepared = denoiser.prepare(params, conditions, (len(samples) * batch, *shape))
 
     def step(i: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         state, _, memory = carry
         row = {name: _at(column, i, axis=1) for name, column in inputs.rows.items()}
         shared = {name: _at(column, i, axis=0) for name, column in inputs.shared.items()}
-        x = state[:, 0]
-        seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (per_image(row["c_in"]) * x, row))
-        output, memory = denoiser.apply(params, seen, {**rows, **shared}, prepared, memory)
-        outputs = output.astype(jnp.float32).reshape(batch, count, *shape)
-        denoised = guided(guidance, x, outputs, row)
+        denoised, memory = evaluated(
+            params, state[:, 0], memory, row, shared, denoiser=denoiser, guidance=guidance, prepared=prepared
+        )
         if flight.known is not None:
             denoised = _blend_known(denoised, flight.known, row["progress"])
         noise = jax.lax.cond(
-            shared["noisy"], lambda: step_noise(flight.keys, row["row"], tuple(shape)), lambda: jnp.zeros_like(x)
+            shared["noisy"], lambda: step_noise(flight.keys, row["row"], tuple(shape)), lambda: jnp.zeros_like(denoised)
         )
-        return _combine(row["M"], state, denoised, noise), denoised, memory
+        return next_state(row["M"], state, denoised, noise), denoised, memory
 
     with jax.named_scope("denoise"):
         first = flight.state, jnp.zeros_like(flight.state[:, 0]), inputs.memory
         state, denoised, memory = jax.lax.fori_loop(0, inputs.count, step, first)
         return StepOutputs(state, denoised, memory, state[:, 0])
+
+
+def evaluated(
+    params: Params,
+    x: Array,
+    memory: Any,
+    row: Rows,
+    shared: Rows,
+    *,
+    denoiser: Denoiser,
+    guidance: Guidance,
+    prepared: Any,
+) -> tuple[Array, Any]:
+    """Evaluate the network for all samples of the images in one row.
+
+    Args:
+        params: the denoiser's parameters.
+        x: noisy latents [B, h, w, C].
+        memory: the denoiser's memory.
+        row: columns of the row of each image, [B, ...].
+        shared: columns that are the same for all images.
+        denoiser: the network.
+        guidance: combines its outputs.
+        prepared: the return value of ``Denoiser.prepare`` for the samples in the order of ``neighbours``.
+
+    Returns:
+        D [B, h, w, C] float32, and the new memory.
+    """
+    count = len(guidance.samples)
+    seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (per_image(row["c_in"]) * x, dict(row)))
+    output, memory = denoiser.apply(params, seen, {**rows, **shared}, prepared, memory)
+    outputs = output.astype(jnp.float32).reshape(len(x), count, *x.shape[1:])
+    return guided(guidance, x, outputs, row), memory
 
 
 def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
@@ -169,19 +199,23 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
         return jax.vmap(of_image)(row_keys)
 
 
-def _neighbours(*arrays: Array) -> Array:
-    """Interleave n arrays [B, ...] to [n B, ...].
+def neighbours(samples: Sequence[Any]) -> Any:
+    """Interleave n trees of arrays [B, ...] to one of [n B, ...].
 
     The samples of an image are neighbours, so that splitting the batch over devices moves no data.
     """
-    return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+    def interleaved(*arrays: Array) -> Array:
+        return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+    return jax.tree.map(interleaved, *samples)
 
 
 def _at(column: Array, i: Array, *, axis: int) -> Array:
     return jax.lax.dynamic_index_in_dim(column, i, axis=axis, keepdims=False)
 
 
-def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
+def next_state(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
     """Compute ``M @ [state; D; noise]`` as multiply-adds in float32: a matmul might run in lower precision."""
     m = m[..., None, None, None]
     total = m[:, :, DENOISED] * denoised[:, None] + m[:, :, NOISE] * noise[:, None]

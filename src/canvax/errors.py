@@ -1,6 +1,6 @@
-"""The exceptions canvax raises on purpose.
+"""The exceptions that canvax raises on purpose.
 
-Every message names the argument, the value it got and the cure, so that the command line can print it as it is.
+Every message names the argument, its value and the cure, so that the command line can print it unchanged.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, overload
 
 
 class CanvaxError(Exception):
-    """Root of everything canvax raises on purpose. Messages are one line, however long a value in them is."""
+    """Base class of all errors that canvax raises on purpose. Messages are one line, even with a long value."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(shortened(" ".join(str(message).split())))
 
 
 class NoValue:
-    """Stands for the value of an argument where an error shows none."""
+    """The placeholder for the value of an argument in errors that show none."""
 
 
 NO_VALUE = NoValue()
 
 Write = Callable[[str, str | None], str]
-"""How an entry point writes an argument: its name, and the value's text or None for the name alone."""
+"""A function with which an entry point writes an argument, from its name and the text of its value, or None."""
 
 
 _ARGUMENT = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
@@ -40,15 +40,15 @@ _ARGUMENT = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
 
 
 class _AboutArgument(Exception):
-    """The record that errors and hints about an argument carry; each entry point makes its sentence of it.
+    """The record in errors and hints about an argument, which each entry point formats as a sentence.
 
     Args:
-        argument: name of the argument, as the Python call has it.
-        problem: what is wrong; the argument is the subject of this clause. ``{name}`` and ``{name=value}`` in it and in
-            the cure are arguments too, which each entry point writes in its way: ``hires=2`` in Python, ``--hires 2``
-            on the command line, ``options.hires=2`` in requests.
-        cure: what to do instead.
-        value: the argument's value, if the message is to show it.
+        argument: name of the argument in the Python call.
+        problem: a clause whose subject is the argument. ``{name}`` and ``{name=value}`` in it and in the cure are
+            arguments too, which each entry point writes differently: ``hires=2`` in Python, ``--hires 2`` on the
+            command line, ``options.hires=2`` in requests.
+        cure: advice, as an imperative.
+        value: the argument's value, if the message shows it.
     """
 
     argument: str
@@ -79,7 +79,7 @@ class InputError(_AboutArgument, CanvaxError, ValueError):
 
         raise InputError("hires_steps", "is more than 1000", cure="leave it out", value=5000)
 
-    An error about no single argument is one sentence: ``InputError("sentence")``. The arguments are those of
+    An error about several arguments is one sentence: ``InputError("sentence")``. The arguments are those of
     ``_AboutArgument``.
     """
 
@@ -91,7 +91,7 @@ class InputError(_AboutArgument, CanvaxError, ValueError):
 def conflict(
     argument: str, *others: str, why: str = "", cure: str = "leave one out", value: Any = NO_VALUE
 ) -> InputError:
-    """Return the error about arguments that exclude each other; an other one may have a value, ``name=value``."""
+    """Return the error about arguments that exclude each other; other ones may have a value, ``name=value``."""
     problem = f"cannot be combined with {_either(others)}"
     return InputError(argument, f"{problem}: {why}" if why else problem, cure=cure, value=value)
 
@@ -111,7 +111,7 @@ def _either(arguments: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value's text for an error, at most 80 characters, also of a value that has no text."""
+    """Return a value's text for an error, at most 80 characters, even if its ``repr`` fails."""
     try:
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
@@ -127,7 +127,7 @@ def shown(value: Any) -> str:
 
 
 def in_python(argument: str, value: str | None) -> str:
-    """How a Python call writes an argument."""
+    """Write an argument as a Python call does."""
     return argument if value is None else f"{argument}={value}"
 
 
@@ -136,17 +136,17 @@ class CheckpointError(CanvaxError):
 
 
 class HubError(CanvaxError):
-    """The model hub could not be reached or does not have what was asked for."""
+    """The model hub could not be reached or does not have the file."""
 
 
 class OutOfMemoryError(CanvaxError, MemoryError):
-    """A device has too little memory for what was asked; the message says what would fit."""
+    """A device has too little memory; the message says what would fit."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, of JAX or of Python, means that there was too little memory.
+    """Return True if an error of JAX or Python means that there was too little memory.
 
-    XLA's CPU backend has no word for it where one of YNNPACK's operations gets none.
+    XLA's CPU backend does not say so if one of YNNPACK's operations gets no memory.
     """
     text = str(error)
     words = ("RESOURCE_EXHAUSTED" in text, "out of memory" in text.lower(), "YNNPACK operation failed" in text)
@@ -162,7 +162,7 @@ class HintWarning(_AboutArgument, UserWarning):
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line outside of canvax that led here, which is the one its author can change."""
+    """Warn at the calling line outside of canvax, which users can change."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "canvax":
         frame, level = frame.f_back, level + 1
@@ -170,7 +170,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
 
 
 def to_stderr(text: str) -> None:
-    """Write to stderr; where it is closed (2>&-) or full, the work goes on."""
+    """Write to stderr; ignore a closed (2>&-) or full one."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             sys.stderr.write(text)
@@ -182,7 +182,7 @@ LONGEST_WORD, LONGEST_MESSAGE = 200, 4000
 
 
 def shortened(message: str, most: int = LONGEST_MESSAGE) -> str:
-    """A message without the middle of words that are too long, and without its own if it still is."""
+    """Cut the middle out of words that are too long, then out of a message that still is."""
     words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word[0], LONGEST_WORD), message)
     return _cut(words, most)
 
@@ -193,7 +193,7 @@ def _cut(text: str, most: int) -> str:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Make an error about an argument of what another library raises when its array or tensor is converted.
+    """Turn another library's error in converting an array or tensor into an error about an argument.
 
     A JAX array whose buffer was donated and a tensor without data raise errors that name no argument.
 
@@ -211,16 +211,16 @@ def reading(name: str) -> Iterator[None]:
 
 
 def refuse_tracers(name: str, value: Any) -> None:
-    """Tracers, which a call inside ``jax.jit``, ``jax.grad`` or ``jax.vmap`` gets, are read by no host code.
+    """Refuse tracers, which calls inside ``jax.jit``, ``jax.grad`` or ``jax.vmap`` get: host code cannot read them.
 
     Args:
-        name: of the argument.
-        value: it, or a pytree.
+        name: name of the argument.
+        value: its value, or a pytree.
 
     Raises:
         InputError: JAX traces it.
     """
-    import jax.core  # here, since `canvax --help` does without JAX
+    import jax.core  # here, since `canvax --help` does not import JAX
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in _leaves(value)):
         raise InputError(
@@ -233,7 +233,7 @@ def refuse_tracers(name: str, value: Any) -> None:
 def _leaves(value: Any) -> list[Any]:
     import jax
 
-    if isinstance(value, Iterator):  # which JAX warns of; looking would take things out of it
+    if isinstance(value, Iterator):  # JAX warns of iterators; reading one would consume it
         return []
     try:
         return jax.tree.leaves(value)
@@ -243,14 +243,14 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def plain(value: Any, name: str = "a number") -> Any:
-    """A 0-d array of any library as a Python number; anything else as it is.
+    """Return a 0-d array of any library as a Python number; return any other value unchanged.
 
     Raises:
-        InputError: a whole number of hundreds of digits, which Python itself refuses to write out; or JAX traces it.
+        InputError: a whole number has hundreds of digits, which Python refuses to print; or JAX traces the value.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         refuse_tracers(name, value)  # one of jax.grad has a value, and its gradient would be a silent 0
-        if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # which NumPy counts among whole numbers
+        if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # NumPy counts times among whole numbers
             raise InputError(name, "is a time, not a number", value=str(value))
         with reading(name):
             value = value.item()
@@ -260,7 +260,7 @@ def plain(value: Any, name: str = "a number") -> Any:
 
 
 def check_count(name: str, value: Any, most: int = 2**31 - 1) -> int:
-    """``value`` as an int, if it is a whole number in 1..``most``.
+    """Return ``value`` as an int, if it is a whole number in 1..``most``.
 
     Raises:
         InputError: it is not.
@@ -275,7 +275,7 @@ def check_count(name: str, value: Any, most: int = 2**31 - 1) -> int:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """``value``, if it is True or False: other values would silently count as one of them.
+    """Return ``value``, if it is True or False: other values would silently count as one of them.
 
     Raises:
         InputError: it is not.
@@ -286,7 +286,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, cure: str = "") -> float:
-    """``value`` as a float, if it is a finite number that float32 can hold.
+    """Return ``value`` as a float, if it is a finite number that float32 can hold.
 
     Raises:
         InputError: it is not.
@@ -305,13 +305,13 @@ def check_function(name: str, function: Any, count: int, arguments: str) -> None
     """Refuse a callback that cannot be called with ``count`` arguments, before anything runs.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         function: its value.
         count: number of arguments of a call.
-        arguments: what they are, for the error.
+        arguments: names of these arguments for the error.
 
     Raises:
-        InputError: it cannot.
+        InputError: the function cannot be called so.
     """
     if not callable(function):
         raise InputError(name, "is not a function", cure=f"it is called with {arguments}", value=function)
@@ -325,21 +325,21 @@ def check_function(name: str, function: Any, count: int, arguments: str) -> None
         raise InputError(name, f"cannot be called with {arguments}", value=function) from None
 
 
-def refuse_others(others: Mapping[str, Any], function: str, cure: str) -> None:
-    """Refuse keywords that a function does not have.
+def refuse_others(others: Mapping[str, Any], cure: str) -> None:
+    """Refuse keywords that tokenizers do not have.
 
     Raises:
         InputError: there are any.
     """
     for name in others:
-        raise InputError(name, f"is not an argument of {function}", cure=cure)
+        raise InputError(name, "is not an argument of the tokenizer", cure=cure)
 
 
 def check_utf8(name: str, text: str) -> str:
-    """``text``, if UTF-8 can hold it.
+    """Return ``text``, if UTF-8 can hold it.
 
     Raises:
-        InputError: half of a surrogate pair is in it.
+        InputError: the text has half of a surrogate pair.
     """
     try:
         text.encode()
@@ -354,21 +354,21 @@ FLOAT32_MAX = 3.4028235e38
 """The largest number that float32 holds."""
 
 LISTED = 10
-"""Names that an error lists at most."""
+"""The most names that an error lists."""
 
 
 def slip(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that an unknown ``name`` may be by slips of the fingers; None where it is another word.
+    """Return the choice that an unknown ``name`` may be with typing errors; None if it is another word.
 
-    A slip is a letter wrong, missing or too much, or two that are swapped: one for every five letters, at least one.
-    Case, hyphens, underscores and spaces do not count. A name of up to four letters keeps its first, and of two all.
-    Letters of a word of 7 or more in another order are one slip, however far they were swapped.
+    A typing error is a letter that is wrong, missing or added, or two swapped letters. One is allowed for every five
+    letters, at least one. Case, hyphens, underscores and spaces do not count. The first letter of names of up to four
+    letters must be right, and all of names of two. A word of 7 or more letters in any other order has one error.
     """
     folded = {_folded(choice): choice for choice in reversed(list(choices))}
     wanted = _folded(name)
     near = []
     for close in get_close_matches(wanted, list(folded), n=5, cutoff=0.75 if len(wanted) > 7 else 0.6):
-        letters = len(close.removesuffix("scheduler"))  # which all of diffusers' classes share
+        letters = len(close.removesuffix("scheduler"))  # all of diffusers' classes end so
         most = 0 if len(wanted) < 3 else max(1, letters // 5)
         if (slips := _slips(wanted, close)) <= most and (len(wanted) > 4 or wanted[:1] == close[:1]):
             near.append((slips, len(near), folded[close]))
@@ -380,7 +380,7 @@ def _folded(name: str) -> str:
 
 
 def _slips(a: str, b: str) -> int:
-    """Letters wrong, missing, too much, or swapped with their neighbour (optimal string alignment)."""
+    """Count letters that are wrong, missing, added, or swapped with their neighbour (optimal string alignment)."""
     if len(a) > 6 and a != b and sorted(a) == sorted(b):
         return 1
     before, last = [0], list(range(len(b) + 1))
@@ -395,13 +395,13 @@ def _slips(a: str, b: str) -> int:
 
 
 def did_you_mean(name: str, choices: Sequence[str]) -> str:
-    """The question for an unknown ``name``; empty where nothing is near."""
+    """Return the question for an unknown ``name``; empty if no choice is near."""
     near = slip(name, choices)
     return f"did you mean {near!r}?" if near is not None else ""
 
 
 def nearest(name: str, choices: Sequence[str], lists: str = "") -> str:
-    """A ``did you mean`` clause for an unknown ``name``, or what there is when nothing is near; ``lists`` lists all."""
+    """Return a ``did you mean`` clause for an unknown ``name``, or the choices; ``lists`` names a list of all."""
     if near := did_you_mean(name, choices):
         return near
     known, where = [repr(choice) for choice in dict.fromkeys(choices)], lists and f": {lists} lists them"

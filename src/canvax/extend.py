@@ -1,4 +1,4 @@
-"""The names that a model of your own is written with: see docs/new-family.md.
+"""The names for writing a model of your own: see docs/new-family.md.
 
 A model is a denoiser, text encoders and an autoencoder, each a frozen record over a config. ``canvax.pipeline_of``
 makes a pipeline of them. The layers are in ``canvax.nn``.

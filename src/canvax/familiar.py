@@ -1,4 +1,4 @@
-"""Names from diffusers and A1111, and what canvax does with each.
+"""Names from diffusers and A1111, with canvax's names or answers.
 
 The tables serve calls, ``canvax.load``, attributes, :mod:`canvax.flax_api` and the migration pages, which show them. An
 alias has ``becomes``; a name without a counterpart gets one sentence, its ``answer``. The tables hold the names of
@@ -25,19 +25,19 @@ NO_WATERMARK = "canvax adds no invisible watermark; docs/loading.md#watermarks s
 
 
 class ForeignName(NamedTuple):
-    """What happens to a name: it means ``becomes``, or its user gets ``answer``."""
+    """A foreign name: it means ``becomes``, or its user gets ``answer``."""
 
     answer: str = ""
     becomes: str = ""
 
 
 def same(names: str, answer: str) -> dict[str, ForeignName]:
-    """One answer for several names, parted by spaces."""
+    """Give several names, separated by spaces, the same answer."""
     return {name: ForeignName(answer) for name in names.split()}
 
 
 def renamed_to(names: str, becomes: str) -> dict[str, ForeignName]:
-    """Another name for several, parted by spaces."""
+    """Rename several names, separated by spaces, to another."""
     return {name: ForeignName(becomes=becomes) for name in names.split()}
 
 
@@ -98,7 +98,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "add_watermarker": (False, None),
     "device_map": (None,),
 }
-"""Arguments of ``canvax.load`` and ``save`` that ask for what canvax does anyway, and with which values."""
+"""Arguments of ``canvax.load`` and ``save`` that have no effect with these values: canvax works so anyway."""
 
 ATTRIBUTES: dict[str, ForeignName] = {
     **same("to cuda half", "weights are placed and cast while loading: drop this line, or write dtype= and mesh= in "
@@ -202,11 +202,11 @@ NAMES: dict[str, ForeignName] = {
     **same("load_image", "pass the path of a file: image='photo.png'"),
     **same("make_image_grid", "write from canvax.images.grid import make_grid: make_grid(images, rows=2)"),
 }  # fmt: skip
-"""Names of diffusers that are looked for in ``canvax``, beside its pipelines and schedulers."""
+"""Names of diffusers, besides its pipelines and schedulers, that users may look for in ``canvax``."""
 
 
 def missing_class(name: str) -> str | None:
-    """The answer for a name of diffusers that is looked for in ``canvax``; None for other names."""
+    """Return the answer for a name of diffusers that ``canvax`` does not have; None for other names."""
     if name in NAMES:
         return f"{name}: {NAMES[name].answer} ({PAGE})"
     if name in FLAX:
@@ -221,7 +221,7 @@ def missing_class(name: str) -> str | None:
 
 
 def no_such_name(module: str, name: str, message: str) -> Exception:
-    """The error for a name that a package lacks. ``from canvax import NAME`` hides the text of an AttributeError."""
+    """Return the error for a missing name. ``from canvax import NAME`` hides the text of an AttributeError."""
     imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"  # it asks before it looks for a submodule
     return (ImportError if imports and find_spec(f"{module}.{name}") is None else AttributeError)(message)
 
@@ -229,7 +229,7 @@ def no_such_name(module: str, name: str, message: str) -> Exception:
 def answer(
     name: str, table: Mapping[str, ForeignName], known: Iterable[str], kind: str, page: str = PAGE, takes: str = ""
 ) -> str:
-    """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``, or what it ``takes``."""
+    """Return a clause about an unknown ``name``: its answer, the nearest of ``known``, or what a ``kind`` ``takes``."""
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
     public = [known_name for known_name in (*known, *table) if not known_name.startswith("_")]
@@ -240,7 +240,7 @@ _BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained
 
 
 class Both(NamedTuple):
-    """What ``from_pretrained`` returns: a pair, as in diffusers' Flax. Calling it is an error that says so."""
+    """The pair that ``from_pretrained`` returns, as in diffusers' Flax. Calling it raises an error that says so."""
 
     pipeline: Any
     params: Any
@@ -254,7 +254,7 @@ class Both(NamedTuple):
 
 F = TypeVar("F", bound=Callable[..., Any])
 Translate = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-"""From a function's own keywords and all others to the keywords to call it with."""
+"""A function from the known and the other keywords of a call to those to call with."""
 
 
 def accepts(
@@ -264,11 +264,11 @@ def accepts(
     *,
     by_place: bool = False,
 ) -> Callable[[F], F]:
-    """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
+    """Return a decorator that passes calls with unknown keywords through ``translate``.
 
-    ``check`` gets the name and the value of each argument before that. Errors name an argument as the caller did, where
-    ``table`` knows it under another name. With ``by_place``, keyword-only arguments may still be given by place, in
-    the order of the signature, with a DeprecationWarning.
+    ``check`` gets the name and the value of each argument before that. Errors name an argument as the caller did, if
+    ``table`` has its name. With ``by_place``, keyword-only arguments may still be positional, in the order of the
+    signature, with a DeprecationWarning.
     """
 
     def decorate(function: F) -> F:
@@ -308,10 +308,10 @@ def accepts(
 
 
 def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, ForeignName]) -> dict[str, Any]:
-    """Put what only has another name here under that name into ``arguments``; returns what is left of ``others``.
+    """Move arguments that are only renamed into ``arguments``, under the new name; return the rest of ``others``.
 
     Raises:
-        InputError: one thing is given under two names.
+        InputError: an argument is given under two names.
     """
     left, named = {}, {}
     for name, value in others.items():
@@ -326,7 +326,7 @@ def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping
 
 
 def tables() -> str:
-    """All names as Markdown, for ``docs/reference``."""
+    """Return all names as Markdown, for ``docs/reference``."""
     return as_markdown(
         ("Arguments of a call", CALL, ""),
         ("Arguments of `canvax.load`", LOAD, ""),
@@ -337,7 +337,7 @@ def tables() -> str:
 
 
 def flax_tables() -> str:
-    """All names of :mod:`canvax.flax_api` as Markdown, for ``docs/reference``."""
+    """Return all names of :mod:`canvax.flax_api` as Markdown, for ``docs/reference``."""
     return as_markdown(
         ("Names of the module", FLAX, ""),
         ("Arguments of a call", FLAX_CALL, ""),
@@ -347,7 +347,7 @@ def flax_tables() -> str:
 
 
 def as_markdown(*all_of_them: tuple[str, Mapping[str, ForeignName], str]) -> str:
-    """Tables with their titles, and what stands before each name."""
+    """Return tables as Markdown, each with its title and the prefix of its names."""
     parts = []
     for title, table, prefix in all_of_them:
         names: dict[str, list[str]] = {}

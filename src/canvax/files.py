@@ -1,4 +1,4 @@
-"""Reading files that strangers made, and writing files that appear under their name whole or not at all."""
+"""Read files of strangers, and write files that appear under their name whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from canvax.errors import CheckpointError, InputError
 DAMAGED = "The file is damaged or incomplete: download or copy it again."
 
 MAX_JSON = 50_000_000
-"""Bytes of the longest JSON file that is read."""
+"""The most bytes of a JSON file."""
 
 _LONGEST_NAME = 255
-"""Bytes of a part of a path; the usual file systems take no more."""
+"""The most bytes of a part of a path in the usual file systems."""
 
 _LEFTOVER = 3600
-"""Seconds without a change after which a temporary file is taken for one that a killed process left."""
+"""Seconds without a change after which a temporary file counts as left by a killed process."""
 
 
 def named_path(argument: str, name: Any) -> Path:
-    """The path of a name that somebody gave, with ``~`` for a home; nothing needs to be there.
+    """Return the path of a user's name for a file, with ``~`` for a home; the file need not exist.
 
     Args:
         argument: the argument that errors are about.
         name: a text or a ``Path``.
 
     Raises:
-        InputError: no file can have this name: it is empty, too long, has a null byte, names an unknown user, or lies
-            where nobody may look; or it is neither.
+        InputError: no file can have this name: it is empty, too long, has a null byte, names an unknown user, or is in
+            a folder that cannot be read; or it is neither a text nor a path.
     """
     if not isinstance(name, str | os.PathLike):
         raise InputError(argument, "is not the name of a file or folder", value=name)
@@ -55,7 +55,7 @@ def named_path(argument: str, name: Any) -> Path:
 
 
 def state_of(name: str | Path) -> tuple[int, int] | None:
-    """Return a file's time of change and size, by which a cache notices another content; None if it is not there."""
+    """Return a file's time of change and size, which tell a cache of another content; None if it does not exist."""
     try:
         status = os.stat(name)
     except (OSError, ValueError):
@@ -64,12 +64,12 @@ def state_of(name: str | Path) -> tuple[int, int] | None:
 
 
 def open_regular(path: Path) -> FileIO:
-    """A file opened for reading, unbuffered, if it is a regular file.
+    """Open a regular file for reading, unbuffered.
 
-    A pipe would be waited for and ``/dev/zero`` read without an end, so nothing else is opened.
+    Other files are refused: reading a pipe would wait, and ``/dev/zero`` has no end.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, device, socket or folder.
+        OSError: the file cannot be opened, or is a pipe, device, socket or folder.
     """
     # Without O_NONBLOCK, opening a pipe waits for its writer. Windows has none, and needs O_BINARY.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -84,7 +84,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes.
+    """Read a regular file of at most ``limit`` bytes.
 
     Raises:
         CheckpointError: the file cannot be read, is not a regular file, or is larger.
@@ -103,7 +103,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most 50 MB.
+    """Read a JSON object from a file of at most 50 MB.
 
     Raises:
         CheckpointError: the file cannot be read or is not a JSON object.
@@ -119,12 +119,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """A new, empty file beside ``path``, to write to; it gets the name ``path`` when the block ends without an error.
+    """Yield a new, empty file in the folder of ``path``; it gets the name ``path`` after the block, unless this fails.
 
-    Its name cannot be guessed and no link is followed, so that nobody else's file is written to.
+    Its name cannot be guessed and no link is followed, so that no other user's file is written to.
     """
     temporary = temporary_name(path.parent)
-    # Not tempfile.mkstemp: that file would be readable for its owner alone, and the finished one with it.
+    # Not tempfile.mkstemp: only the owner could read that file, and so the finished one.
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temporary
@@ -134,14 +134,14 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def check_writable(argument: str, folder: Path) -> None:
-    """Refuse a folder in which nothing can be made; one that is not there yet is looked at where it will be made.
+    """Refuse a folder that cannot be written to; if it does not exist, check the folder in which it will be made.
 
     Args:
         argument: the argument that errors are about.
-        folder: its value; nothing is left there.
+        folder: its value; the check leaves no file there.
 
     Raises:
-        InputError: it is no folder, or writing there fails.
+        InputError: it is not a folder, or writing there fails.
     """
     try:
         _check_length(folder)
@@ -150,7 +150,7 @@ def check_writable(argument: str, folder: Path) -> None:
             leads = ", a link that leads to no folder" if there.is_symlink() else ""
             problem = f"cannot be written to: {there} is not a folder{leads}"
             raise InputError(argument, problem, cure="choose another one", value=folder)
-        with temporary_folder(there) as probe:  # permissions alone do not say it: /proc, full disks, quotas, umask
+        with temporary_folder(there) as probe:  # permissions do not tell: /proc, full disks, quotas, umask
             (probe / "file").touch()
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         if not isinstance(error, InputError):
@@ -162,20 +162,20 @@ def check_writable(argument: str, folder: Path) -> None:
 
 
 def first_there(path: Path) -> Path:
-    """The path, or the first of those above it that is there, be it a link that leads nowhere."""
+    """Return the path, or the first folder above it that exists, which may be a broken link."""
     while path != path.parent and not _is_there(path):
         path = path.parent
     return path
 
 
 def _check_length(path: Path) -> None:
-    """Where a folder of the path is not there yet, nothing else says that a name below it is too long."""
+    """Refuse a name that is too long: in a folder that does not exist yet, no other check notices it."""
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
         raise OSError(ENAMETOOLONG, os.strerror(ENAMETOOLONG))
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is anything of that name, be it a link that leads nowhere."""
+    """Return True if the path exists, or is a broken link."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -185,7 +185,7 @@ def _is_there(path: Path) -> bool:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """A new folder inside ``parent``, removed when the block ends if it still has its name; leftovers are removed."""
+    """Yield a new folder in ``parent``, removed after the block if it still has its name; remove leftovers first."""
     remove_leftovers(parent)
     folder = temporary_name(parent)
     folder.mkdir()
@@ -198,14 +198,14 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 
 def temporary_name(folder: Path) -> Path:
-    """A name in ``folder`` that no other thread or process has."""
+    """Return a name in ``folder`` that no other thread or process has."""
     return folder / f".canvax-{secrets.token_hex(8)}.partial"
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left under temporary names.
+    """Remove files that killed processes left under temporary names.
 
-    It is called when a folder is opened for writing, not at each file: it lists the folder, whose size grows.
+    Call this when a folder is opened for writing, not for each file: it lists the folder, which grows.
     """
     for path in folder.glob(".canvax-*.partial"):
         with suppress(OSError):
@@ -214,7 +214,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for ``json.loads``; a ValueError if a name is there twice: one would win without a word."""
+    """Make a JSON object for ``json.loads``; raise ValueError for a repeated name, of which one would be lost."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)

@@ -1,7 +1,7 @@
 """Classifier-free guidance (Ho & Salimans 2022), its rescaling, and other rules of guidance.
 
-A rule says which samples of an image the denoiser is evaluated for, and makes one denoised image of the outputs. Its
-numbers are columns of the row.
+A rule decides the samples of an image for which the denoiser is evaluated, and combines the outputs to one denoised
+image. Its numbers are columns of the row.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = [
 ]
 
 OFF = 1.0
-"""The guidance scale of rows that are not guided: the output for the prompt itself."""
+"""The guidance scale of rows without guidance: their output is that of the prompt."""
 
 OF_ROW = ("timestep", "progress")
-"""What a function may see of a row, each [B]: the timestep, and the part of the run that is done, 0..1."""
+"""Columns of a row for functions, each [B]: the timestep, and the part of the run that is done, 0..1."""
 
 
 class Number(NamedTuple):
@@ -68,13 +68,13 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the denoiser gave for the samples of each image in a row.
+    """The denoiser's outputs for the samples of each image in a row.
 
     Attributes:
         x: noisy latents [B, h, w, C] float32.
-        outputs: by role, in the order of the rule's samples, [B, h, w, C] float32 each.
+        outputs: outputs by role, in the order of the rule's samples, [B, h, w, C] float32 each.
         row: columns of the row, [B, ...] each: among them ``guidance``, the scale, and ``OF_ROW``.
-        further: what rules around this one add to the guided output; they see to it for a rule of the user's.
+        further: addition of outer rules to the guided output; for a user's rule, they add it themselves.
     """
 
     x: Array
@@ -118,19 +118,19 @@ class Evaluated:
 
 
 class Guidance(Protocol):
-    """A rule of guidance. It is hashable, and decides a program by ``==``: numbers are not fields, but columns."""
+    """A rule of guidance. It is hashable and a part of the key of programs: its numbers are columns, not fields."""
 
     @property
     def columns(self) -> Mapping[str, Number]:
-        """The numbers of the rule by name. Changing them compiles nothing."""
+        """The numbers of the rule by name. Changing them does not recompile."""
         ...
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Return the role of each sample that the denoiser is evaluated for.
+        """The role of each sample that the denoiser is evaluated for.
 
         NEGATIVE reads the negative prompt, each PROMPT the next of the prompts that are added up, any other role the
-        first prompt. ``Facts.roles`` of a denoiser says which others it knows.
+        first prompt. ``Facts.roles`` lists the other roles that a denoiser knows.
         """
         ...
 
@@ -208,10 +208,10 @@ class OfFunction:
 
 @dataclass(frozen=True)
 class Own:
-    """A rule of the user's, checked.
+    """A checked rule of the user.
 
     Attributes:
-        rule: it.
+        rule: the user's rule.
 
     Raises:
         InputError: it is not a rule.
@@ -247,10 +247,10 @@ class Own:
 
 
 def _checked(image: Any, seen: Evaluated, rule: Any) -> Array:
-    """Return what code of the user made.
+    """Return the result of the user's code.
 
     Raises:
-        InputError: it is not one denoised image for each of the batch.
+        InputError: it is not one denoised image for each image of the batch.
     """
     if np.shape(image) != seen.x.shape:
         problem = f"returned {shown(image)} of shape {list(np.shape(image))}, not an image {list(seen.x.shape)}"
@@ -264,7 +264,7 @@ class Composed:
 
     Attributes:
         base: the rule.
-        parts: how many prompts.
+        parts: number of prompts.
     """
 
     base: Guidance
@@ -337,9 +337,9 @@ def rule_of(method: GuidanceFunction | str | Guidance, *, perturbs: bool = False
 
 
 def off(rule: Guidance) -> Guidance:
-    """Return the rule of rows at scale ``OFF``, which needs no samples that ``rule`` does not have.
+    """Return the rule of rows at scale ``OFF``, which only needs samples of ``rule``.
 
-    It is the prompt alone, with what does not depend on the scale: prompts that are added up, perturbed attention.
+    It reads the prompt alone, with the parts that do not depend on the scale: composed prompts, perturbed attention.
     """
     return replace(rule, base=off(rule.base)) if isinstance(rule, Composed | Perturbed) else Alone()
 
@@ -358,7 +358,7 @@ def columns_of(rule: Guidance) -> dict[str, Any]:
 
 
 def filled_columns(rule: Guidance, values: Mapping[str, Any], rows: int) -> dict[str, HostArray]:
-    """Return the columns that a rule reads, [rows, ...], from the values by name of those that are not usual."""
+    """Return the columns that a rule reads, [rows, ...], from values by name; the others have their defaults."""
     numbers = {name: np.array(values.get(name, number.usual), np.float32) for name, number in rule.columns.items()}
     return {_COLUMN.format(name): np.tile(value, (rows, *[1] * value.ndim)) for name, value in numbers.items()}
 
@@ -381,7 +381,7 @@ def guided(rule: Guidance, x: Array, outputs: Array, row: Mapping[str, Array]) -
     seen, alone = Evaluated(x, by_role, row), off(rule)
     if alone == rule:
         return rule.denoised(seen)
-    # As rows of an image that is alone are run, whatever the rule makes of a scale that asks for nothing.
+    # Rows at scale OFF get the result of an image that is alone in its batch, which runs without guidance.
     return jnp.where(per_image(row["guidance"]) == OFF, alone.denoised(seen), rule.denoised(seen))
 
 
@@ -394,9 +394,9 @@ def guide(
         unconditional: output for the negative prompt [B, h, w, C], float32.
         conditional: output for the prompt [B, h, w, C], float32.
         scale: guidance scale of each image [B].
-        rescale: 0..1 for each image [B]: how far the result's standard deviation is brought back to that of the
+        rescale: for each image [B], how far, 0..1, the result's standard deviation is brought back to that of the
             conditional output (Lin et al. 2024, section 3.4, eq. 15 and 16).
-        further: what other kinds of guidance add.
+        further: addition of other kinds of guidance.
 
     Returns:
         [B, h, w, C] float32.
@@ -408,12 +408,12 @@ def guide(
 
 
 def compose(unconditional: Array, conditional: Array, weights: Array) -> Array:
-    """One output in place of those of several prompts: u + sum_k w_k (c_k - u) (Liu et al. 2022, eq. 11).
+    """Combine the outputs of several prompts: u + sum_k w_k (c_k - u) (Liu et al. 2022, eq. 11).
 
     Args:
         unconditional: output for the negative prompt [B, h, w, C], float32.
         conditional: outputs for the prompts [B, K, h, w, C], float32.
-        weights: of the prompts [B, K].
+        weights: weights of the prompts [B, K].
 
     Returns:
         [B, h, w, C] float32.
@@ -423,17 +423,17 @@ def compose(unconditional: Array, conditional: Array, weights: Array) -> Array:
 
 
 def zero_star(unconditional: Array, conditional: Array, scale: Array, step: Array, zero_steps: Array) -> Array:
-    """CFG-Zero* (Fan et al. 2025, section 4): the unconditional output times <c, u> / |u|^2, 0 in the first steps."""
+    """Apply CFG-Zero* (Fan et al. 2025, section 4): scale u by <c, u> / |u|^2; the first steps are 0."""
     share = _dot(conditional, unconditional) / jnp.maximum(_dot(unconditional, unconditional), 1e-12)
     guided = share * unconditional + per_image(scale) * (conditional - share * unconditional)
     return jnp.where(per_image(step) < per_image(zero_steps), 0.0, guided)
 
 
 def projected(unconditional: Array, conditional: Array, scale: Array, eta: Array, norm: Array) -> Array:
-    """Adaptive projected guidance (Sadat et al. 2024, section 4), without momentum, on denoised images [B, h, w, C].
+    """Apply adaptive projected guidance (Sadat et al. 2024, section 4) to denoised images [B, h, w, C].
 
-    The difference is cut to length ``norm`` (0: never), and of it what is parallel to the conditional image, which
-    saturates, has the share ``eta``.
+    There is no momentum. The difference is cut to length ``norm`` (0: never). Its part parallel to the conditional
+    image, which saturates, is multiplied by ``eta``.
     """
     away = conditional - unconditional
     length = jnp.sqrt(_dot(away, away))

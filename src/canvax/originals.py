@@ -1,7 +1,7 @@
-"""Notices that code of a program is the user's: ``replaced`` names of canvax, and ``foreign`` networks and functions.
+"""Notice user code in a program: ``replaced`` names of canvax, and ``foreign`` networks and functions.
 
-Programs are traced from that code as it is in this process, under names that mean something else in the next one. So
-they are neither stored nor loaded, and a trace of other code is not used for them.
+The next process may have other code under the same names. So programs with this code are neither stored nor loaded,
+and a trace of other code is not used for them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TRACED = (
     *("canvax.adapters", "canvax.compile.programs", "canvax.denoise", "canvax.guidance", "canvax.kernels"),
     *("canvax.models", "canvax.nn", "canvax.params", "canvax.quantize"),
 )
-"""Modules, and packages with theirs, whose names decide what a trace is."""
+"""Modules and packages whose names decide a trace."""
 
 _originals: dict[tuple[str, str], tuple[Mapping[str, Any], tuple[Any, ...]]] = {}
-"""Of modules ("" as the second name) and of their classes: the names, and what they stood for after the import."""
+"""Namespaces of modules ("" as the second name) and of their classes, with their values after the import."""
 
 _replacing: ContextVar[tuple[tuple[Any, ...], ...]] = ContextVar("canvax_replacing", default=())
 _kept: dict[int, Any] = {}
@@ -32,8 +32,10 @@ _kept: dict[int, Any] = {}
 
 
 class _Package(ModuleType):
-    """A package that remembers what its modules hold when their import ends: there Python assigns each to a name of
-    its package. So a replacement before the first call is noticed too, as researchers replace attention."""
+    """A package that records the values of its modules when Python assigns them to its names, after their import.
+
+    So it also notices a replacement before the first call, as researchers replace attention.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -58,11 +60,11 @@ def _remember(module: ModuleType) -> None:
 
 
 def replaced() -> tuple[tuple[Any, ...], ...]:
-    """Return names that no longer stand for what they did, with the id of what each stands for now.
+    """Return names that have another value than after the import, with the id of the new value.
 
-    Each begins with (module, class, name, id): functions, methods, classes and constants, but not what was changed
-    inside of a value. Names that came later, of modules imported since for one, are not looked at. Every call of a
-    pipeline asks: it takes some 50 microseconds.
+    Each entry begins with (module, class, name, id). Functions, methods, classes and constants are compared, but not
+    the inside of values. Names that came later, such as those of modules imported since, are ignored. Every call of a
+    pipeline asks this: it takes some 50 microseconds.
     """
     changed: list[tuple[Any, ...]] = [*stand_ins()]
     for (module, owner), (names, values) in tuple(_originals.items()):
@@ -77,7 +79,7 @@ def replaced() -> tuple[tuple[Any, ...], ...]:
 
 @contextmanager
 def replacing(module: str, name: str, value: Any) -> Iterator[None]:
-    """Count ``value`` as a replacement within it, in this context alone."""
+    """Count ``value`` as a replacement in the ``with`` block, in this context only."""
     _kept[id(value)] = value
     token = _replacing.set((*_replacing.get(), (module, "", name, id(value), *foreign(value))))
     try:
@@ -87,12 +89,12 @@ def replacing(module: str, name: str, value: Any) -> Iterator[None]:
 
 
 def stand_ins() -> tuple[tuple[Any, ...], ...]:
-    """Return what ``replacing`` counts in this context."""
+    """Return the replacements that ``replacing`` counts in this context."""
     return _replacing.get()
 
 
 def _equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Return whether the values are the same; Python compares those that are no other objects in no time."""
+    """Return whether the values are equal; comparing identical objects takes no time."""
     try:
         return now == before
     except Exception:  # of an array, which is neither equal nor not
@@ -104,14 +106,14 @@ _HOLDERS = (
     *(tuple, list, set, frozenset, dict, MappingProxyType),
     *(partial, MethodType, property, classmethod, staticmethod, cached_property),
 )
-"""Types of the standard library that are no code themselves."""
+"""Types of the standard library that are not code themselves."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Folders of code that nobody edits between two calls."""
+"""Folders of code that does not change between two calls."""
 
 
 class _Same:
-    """A key of an object that is equal to that of no other, and keeps it alive."""
+    """A key of an object, which differs from the keys of all others and keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -126,12 +128,12 @@ class _Same:
 def foreign(*values: Any) -> tuple[Any, ...]:
     """Return a key of the code in ``values`` that is not canvax's; empty if there is none.
 
-    Searched are records, containers, partials and closures; of the user's code also the members of classes and the
-    globals that functions name. So classes of one name have different keys, and so has a function before and after it
-    was edited in place, as ``%autoreload`` of notebooks does. Numbers in records do not count: ``==`` tells them.
+    Records, containers, partials and closures are searched; in the user's code also the members of classes and the
+    globals that functions name. So classes of the same name have different keys. So has a function before and after it
+    was edited in place, as by ``%autoreload`` of notebooks. Numbers in records do not count: ``==`` compares them.
     """
     keys: list[Any] = []
-    visited: dict[int, Any] = {}  # which keeps them alive, so that ids stay theirs
+    visited: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     found, waiting = False, [*values]
     while waiting:
         value = waiting.pop()
@@ -145,7 +147,7 @@ def foreign(*values: Any) -> tuple[Any, ...]:
 
 
 def _looked_into(value: Any) -> tuple[list[Any], bool, list[Any]]:
-    """Return the keys of code, whether the value is none of canvax's, and its parts."""
+    """Return the keys of code, whether the value is foreign to canvax, and its parts."""
     if isinstance(value, FunctionType):
         held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         held += gc.get_referents(*(value.__closure__ or ()))
@@ -170,20 +172,20 @@ def _looked_into(value: Any) -> tuple[list[Any], bool, list[Any]]:
 
 
 def _constant(value: Any) -> Any:
-    """Return a key of a value that code has, or that is a global of it. Pipelines are not kept alive."""
+    """Return a key of a constant or global of code. Pipelines are not kept alive."""
     if type(value) in _SCALARS:
         return repr(value)
     return None if _is_ours(type(value)) else _Same(value)
 
 
 def _fields(value: Any) -> list[Any]:
-    """Return the fields by which a record of canvax is compared; none of what is no record, such as a pipeline."""
+    """Return the fields by which a record of canvax is compared; empty for other objects, such as a pipeline."""
     record = is_dataclass(value) and type(value).__hash__ is not object.__hash__
     return [field for field in fields(value) if field.compare] if record else []
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """Yield the globals that a function names, and of the user's modules what it names in them."""
+    """Yield the globals that a function names, and the names in the user's modules that it uses."""
     names, codes = set[str](), [function.__code__]
     while codes:
         code = codes.pop()
@@ -200,7 +202,7 @@ def _named(function: FunctionType) -> Iterator[Any]:
 
 
 def _module(value: Any) -> str:
-    """Return the name of the module that a class or function is of; of a module its name."""
+    """Return the name of a module, or of the module of a class or function."""
     return value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
 
 
@@ -210,7 +212,7 @@ def _is_ours(value: Any) -> bool:
 
 def _is_library(value: Any) -> bool:
     name = _module(value)
-    if name == "__main__":  # where a notebook's cells are, whatever file started the process
+    if name == "__main__":  # the module of a notebook's cells, whatever file started the process
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return name.partition(".")[0] in sys.stdlib_module_names or file.startswith(_LIBRARIES)

@@ -1,11 +1,11 @@
-"""What a setting is: a field of a dataclass that says its help, limits and names once.
+"""The declaration of a setting: a field of a dataclass with its help, limits and names.
 
     @dataclass(frozen=True)
     class Options:
         eta: float | None = setting(None, "noise that the sampler adds", low=0, high=1, infotext="Eta")
 
-The kind of a value follows from the annotation. From the record follow the checks of ``check_all``, flags, columns,
-the JSON schema of the server, rows of the docs and hints, so none of them is written by hand.
+The annotation gives the kind of a value. The checks of ``check_all``, flags, columns, the JSON schema of the server,
+rows of the docs and hints are derived from the record, so none of them is written by hand.
 ``canvax.call`` has the records.
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import argparse
 
 EntryPoint = Literal["command", "file", "server"]
-"""Where a setting may be given besides Python: a flag or a line of a prompt file, a row of a batch job, a request."""
+"""Entry points of settings besides Python: a flag or a line of a prompt file, a row of a batch job, a request."""
 
 MOST_NUMBERS = 10_000
-"""Numbers of a list: more than any run has steps. An endless iterator is not read to its end."""
+"""The most numbers of a list: more than any run has steps. So endless iterators are not read to their end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +40,26 @@ class Setting:
     """The declaration of a setting.
 
     Attributes:
-        help: what it does, as --help, the docs and the server's schema say it.
-        low: the smallest value; None for no limit. Of a list: of each entry.
+        help: its effect, for --help, the docs and the server's schema.
+        low: the smallest value, for a list of each entry; None for no limit.
         high: the largest value.
-        above: whether the value must be larger than ``low``.
-        below: whether it must be smaller than ``high``.
+        above: True if the value must be larger than ``low``.
+        below: True if the value must be smaller than ``high``.
         length: entries of a list; 0 for any number.
-        cure: ends the error of a wrong value: "4 is usual".
-        unset: what None stands for: "the model's default".
+        cure: end of the error about a wrong value: "4 is usual".
+        unset: meaning of None: "the model's default".
         also: names in other programs, which Python, files and the server take as well.
-        flags: of the command line; by default ``--name``.
-        repeats: whether the flag may be given several times.
-        const: the value that a flag without a value stands for.
-        metavar: what --help calls the value.
-        group: which settings it is listed with.
+        flags: flags of the command line; by default ``--name``.
+        repeats: True if the flag may be given several times.
+        const: value of a flag that is given without a value.
+        metavar: name of the value in --help.
+        group: group in which it is listed.
         hint_without: other settings, or conditions of ``hints.idle``, without which a hint says that it has no effect.
         error_without: a setting, with a value, without which it is an error: "hires=2".
-        per_image: whether images of one batch may differ in it.
+        per_image: True if images of one batch may have different values.
         infotext: its name in A1111's text in a PNG.
-        closed: entry points that do not take it, and why.
-        read: reads a value that no annotation describes: a function of the name and the value.
+        closed: entry points that do not take it, with the reason.
+        read: a function of name and value that reads values that no annotation describes.
     """
 
     help: str
@@ -85,14 +85,14 @@ class Setting:
 
     @property
     def limits(self) -> str:
-        """The range in words; empty without one."""
+        """Text of the range; empty without one."""
         low, high = (None if end is None else _as_text(end) for end in (self.low, self.high))
         if low is None or high is None:
             return "" if low is None else f"{low} or more"
         return f"{low}..{high}" + f", without {low}" * self.above + f", without {high}" * self.below
 
     def takes(self, number: float) -> bool:
-        """Whether a number is finite and within the limits."""
+        """Return True if a number is finite and within the limits."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
         at_end = (self.above and number == low) or (self.below and number == high)
@@ -100,13 +100,13 @@ class Setting:
 
 
 def _as_text(end: float) -> str:
-    """A limit: 2**64-1 is easier to read than its digits."""
+    """Format a limit: 2**64-1 is easier to read than its digits."""
     large = end > 2**30 and isinstance(end, int) and (end + 1).bit_count() == 1
     return f"2**{end.bit_length()}-1" if large else f"{end:.10g}"  # type: ignore[union-attr]
 
 
 def setting(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
-    """A field of a record of settings; ``declared`` are attributes of ``Setting``."""
+    """Make a field of a record of settings; ``declared`` are attributes of ``Setting``."""
     metadata = {"setting": Setting(help=help, **declared)}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -117,13 +117,13 @@ class ValueKind:
 
     Attributes:
         value_type: int, float, str or bool, of a value or of a list's entries; None if only ``Setting.read`` knows.
-        entry_type: the same of the entries of a list.
+        entry_type: type of the entries of a list.
         choices: the values of a Literal.
-        scalar: whether it may be a value that is not in a list.
-        sequence: whether it may be a list.
-        mapping: whether it may be a table.
-        length: of a tuple with as many entries.
-        optional: whether it may be None.
+        scalar: True if a value outside of a list is allowed.
+        sequence: True if a list is allowed.
+        mapping: True if a table is allowed.
+        length: number of entries of a tuple.
+        optional: True if None is allowed.
     """
 
     value_type: type | None
@@ -137,7 +137,7 @@ class ValueKind:
 
     @classmethod
     def read(cls, annotation: Any) -> ValueKind:
-        """The kind of an annotation."""
+        """Return the kind of an annotation."""
         members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         lists = [member for member in members if get_origin(member) in (Sequence, tuple)]
         tables = [member for member in members if get_origin(member) is Mapping]
@@ -177,22 +177,22 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """The flag to write in a command."""
+        """Flag to write in a command."""
         return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is off unless its flag is given, which takes no value."""
+        """True if it is off by default, and its flag takes no value."""
         return self.kind.choices == (True, False) and not self.default
 
     @property
     def is_text(self) -> bool:
-        """Whether a table without types, such as CSV, has it as text."""
+        """True if a table without types, such as CSV, has it as text."""
         return self.kind.value_type in (None, str) and not self.setting.read
 
     @property
     def default_text(self) -> str:
-        """The default in words; empty where it needs none."""
+        """Text of the default; empty if it needs none."""
         if self.default is None:
             return self.setting.unset
         return "" if self.is_switch or self.default in (MISSING, ()) else text_of(self.default)
@@ -200,23 +200,23 @@ class Declared:
 
 @cache
 def declared(record: type) -> dict[str, Declared]:
-    """The settings of a record by name."""
+    """Return the settings of a record by name."""
     hints = get_type_hints(record)
     return {field.name: Declared(field, hints[field.name]) for field in fields(record) if "setting" in field.metadata}
 
 
 def offered(record: type, entry_point: EntryPoint) -> dict[str, Declared]:
-    """The settings that an entry point takes."""
+    """Return the settings that an entry point takes."""
     return {name: field for name, field in declared(record).items() if entry_point not in field.setting.closed}
 
 
 def grouped(record: type, group: str) -> dict[str, Declared]:
-    """The settings of a group."""
+    """Return the settings of a group."""
     return {name: field for name, field in declared(record).items() if field.setting.group == group}
 
 
 def aliases(*records: type) -> dict[str, str]:
-    """Names in other programs, with the names here."""
+    """Return the names in other programs, with the names here."""
     return {also: name for record in records for name, field in declared(record).items() for also in field.setting.also}
 
 
@@ -243,12 +243,12 @@ def _differs(record: Any, field: Declared) -> bool:
 
 
 def check_setting(record: type, name: str, value: Any) -> Any:
-    """A value of a setting of a record, checked."""
+    """Check a value of a setting of a record."""
     return check(declared(record)[name], value)
 
 
 def check(field: Declared, value: Any) -> Any:
-    """A value as a plain one.
+    """Check a value and return it as a plain one.
 
     Raises:
         InputError: it is of another kind, or out of range.
@@ -271,7 +271,7 @@ def check(field: Declared, value: Any) -> Any:
 
 
 def _single(field: Declared, value: Any, whole: Any) -> Any:
-    """A value, or an entry of the list ``whole``."""
+    """Check a value, or an entry of the list ``whole``."""
     setting, kind = field.setting, field.kind
     if kind.choices:
         if not any(value == choice and type(value) is type(choice) for choice in kind.choices):
@@ -295,7 +295,7 @@ def _single(field: Declared, value: Any, whole: Any) -> Any:
 
 
 def _several(field: Declared, value: Any) -> Any:
-    """A list, or a value where that is allowed as well."""
+    """Check a list, or a single value if that is allowed as well."""
     setting, kind = field.setting, field.kind
     if kind.value_type is str and not kind.choices:
         texts = [value] if isinstance(value, str) and kind.scalar else value
@@ -323,27 +323,27 @@ def _several(field: Declared, value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
+    """Return True for a finite number."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number."""
+    """Return True for a whole number."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def listed(value: Any) -> tuple[Any, ...]:
-    """Numbers or words as a tuple: one, several, or text with commas."""
+    """Return numbers or words as a tuple, from one, several, or text with commas."""
     if isinstance(value, str):
         return tuple(plain_value(part.strip()) for part in value.split(","))
     return tuple(map(plain, value)) if isinstance(value, Sequence) else (value,)
 
 
 def numbers_of(value: Any) -> tuple[Any, ...]:
-    """The numbers of a list, also as text with commas; empty if it is no list of numbers."""
+    """Return the numbers of a list, also from text with commas; empty if it is not a list of numbers."""
     if isinstance(value, str):
         value = value.split(",")
-    if isinstance(value, bytes | set | frozenset | Mapping):  # which iterate as well, and mean something else
+    if isinstance(value, bytes | set | frozenset | Mapping):  # they iterate as well, with another meaning
         return ()
     try:
         return tuple(_number(entry) for entry in islice(value or (), MOST_NUMBERS + 1))
@@ -361,7 +361,7 @@ _NUMBER = re.compile(r"[+-]?(\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(e[+-]?\d{1,9})?
 
 
 def plain_value(text: str) -> Any:
-    """A number, true, false, a list with or without its brackets, or a word."""
+    """Read a number, true, false, a list with or without its brackets, or a word."""
     for candidate in (text, f"[{text}]" if "," in text else text):
         try:
             return json.loads(candidate)
@@ -371,7 +371,7 @@ def plain_value(text: str) -> Any:
             raise InputError("sampler_settings", "is nested too deeply", value=text[:40]) from None
     inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
     parts = [part.strip() for part in inner.split(",")]
-    if all(map(_NUMBER.fullmatch, parts)):  # .5, 1. and +0.5, which are none in JSON
+    if all(map(_NUMBER.fullmatch, parts)):  # .5, 1. and +0.5 are not JSON
         numbers = [int(part) if part.lstrip("+-").isdigit() else float(part) for part in parts]
         return numbers if "," in text or inner != text else numbers[0]
     return {"True": True, "False": False}.get(text, text)
@@ -386,11 +386,11 @@ def check_once(name: str, parts: Iterable[str]) -> None:
         seen.add(part)
 
 
-# What follows from a record
+# Derived from a record
 
 
 def described(field: Declared, usual: Any = None) -> str:
-    """The line of --help; ``usual`` is the default of a command that has another than the record."""
+    """Return the line of --help; ``usual`` is a command's default, if it differs from the record's."""
     setting, otherwise = field.setting, field.default_text if usual is None else text_of(usual)
     narrow = setting.high is not None and setting.high <= 16 and field.kind.value_type is float
     return (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({otherwise})" if otherwise else "")
@@ -407,8 +407,8 @@ def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str
         group: the group of settings.
         names: names of settings.
         without: names of settings that are left out.
-        help: help by name, where a command has more to say than the record.
-        usual: defaults by name, where a command has others.
+        help: help by name that replaces the record's.
+        usual: defaults by name that replace the record's.
     """
     for name, field in offered(record, "command").items():
         if group in (None, field.setting.group) and (names is None or name in names) and name not in without:
@@ -430,7 +430,7 @@ def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str
 
 
 def as_flags(field: Declared, value: Any) -> list[str]:
-    """The words of a command line that give a setting a value; none for None."""
+    """Return the words of a command line that give a setting a value; none for None."""
     if value is None or value in ([], ()):
         return []
     if field.setting.const is not None or field.is_switch:
@@ -443,7 +443,7 @@ def as_flags(field: Declared, value: Any) -> list[str]:
 
 
 def json_schema(record: type, entry_point: EntryPoint) -> dict[str, Any]:
-    """The JSON schema of the settings that an entry point takes."""
+    """Return the JSON schema of the settings that an entry point takes."""
     properties = {name: _schema_of(field) for name, field in offered(record, entry_point).items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
@@ -475,7 +475,7 @@ def _schema_of(field: Declared) -> dict[str, Any]:
 
 
 def markdown(record: type) -> str:
-    """The settings of a record as tables, one for each group; then those that the server does not take."""
+    """Return the settings of a record as tables, one for each group; then those that the server does not take."""
     parts = []
     for group in dict.fromkeys(field.setting.group for field in declared(record).values()):
         rows = [_row(field) for field in grouped(record, group).values()]
@@ -504,18 +504,18 @@ def _row(field: Declared) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A default as help shows it."""
+    """Format a default as help shows it."""
     if isinstance(value, tuple):
         return ",".join(map(text_of, value))
     return f"{value:g}" if type(value) is float else str(value)
 
 
 def idle(record: Any, there: Mapping[str, bool]) -> Iterator[tuple[str, str]]:
-    """The settings that have no effect, each with what it needs.
+    """Yield the settings that have no effect, each with the condition that it needs.
 
     Args:
         record: the values.
-        there: conditions that are no settings of the record, and whether they hold.
+        there: conditions that are not settings of the record, and whether they hold.
     """
     known = declared(type(record))
     for name, field in known.items():

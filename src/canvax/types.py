@@ -1,4 +1,4 @@
-"""The axis legend and the type aliases that every module uses.
+"""The axis legend and the type aliases that all modules use.
 
 Axis legend (each letter has the same meaning everywhere in canvax):
 

@@ -110,13 +110,14 @@ def _qwen3(kind: Any, words: Any, width: int, layers: int, heads: int, theta: fl
     return randomise(kind(config), 1)
 
 
-def _qwen3_vl(kind: Any, words: Any, width: int, layers: int, heads: int) -> Any:
+def _qwen3_vl(kind: Any, words: Any, width: int, layers: int, heads: int, **changes: Any) -> Any:
     lm = {"vocab_size": len(words) + 3, "hidden_size": width, "intermediate_size": 3 * width // 2,
           "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 8,
-          "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}}  # fmt: skip
+          "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}}  # fmt: skip
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
-    return randomise(kind(transformers.Qwen3VLConfig(text_config=lm, vision_config=eyes)), 1)
+    tokens = {"image_token_id": words.convert_tokens_to_ids("<|image_pad|>")} if changes else {}
+    return randomise(kind(transformers.Qwen3VLConfig(text_config=lm, vision_config=eyes | changes, **tokens)), 1)
 
 
 def build_z_image(folder: Path, *, shift: float = 3.0, released: bool = False) -> Path:
@@ -277,8 +278,25 @@ class _QwenProcessor(transformers.ProcessorMixin):
         (message,) = messages
         return [self.tokenizer(f"<|im_start|>system\n{message['content'][0]['text']}<|im_end|>\n").input_ids]
 
-    def __call__(self, text: list[str], **keywords: Any) -> Any:
-        return self.tokenizer(text, **keywords)
+    def __call__(self, text: list[str], images: Sequence[Image.Image] = (), **keywords: Any) -> Any:
+        """Images are read as they are, as the released processor does with those of usual sizes."""
+        grids, patches = [], []
+        for image in images:
+            pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+            pixels = (pixels.float() / 255 - 0.5) / 0.5
+            rows, columns = (side // 16 for side in pixels.shape[1:])
+            squares = pixels.reshape(3, rows // 2, 2, 16, columns // 2, 2, 16).permute(1, 4, 2, 5, 0, 3, 6)
+            patches.append(squares[..., None, :, :].expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(rows * columns, -1))
+            grids.append((1, rows, columns))
+            slots = rows * columns // 4
+            text = [words.replace("<|image_pad|>", "<|seen|>" * slots, 1) for words in text]
+        found = self.tokenizer([words.replace("<|seen|>", "<|image_pad|>") for words in text], **keywords)
+        if not images:
+            return found
+        token = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        found["mm_token_type_ids"] = (found["input_ids"] == token).int()
+        found["pixel_values"], found["image_grid_thw"] = torch.cat(patches), torch.tensor(grids)
+        return found
 
 
 def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
@@ -287,7 +305,12 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     pieces = re.findall(r"<\|\w+\|>|Comp|re(?=h)|hend| ?\w+|\n|[.]", QWEN_SYSTEM)
     assert len(pieces) == QWEN_DROPPED  # as of the released tokenizer
     words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
-    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
+    marks = [f"<|{mark}|>" for mark in ("im_start", "im_end", "image_pad", "vision_start", "vision_end")]
+    words.add_special_tokens({"additional_special_tokens": marks})
+    eyes: dict[str, Any] = {"depth": 3, "hidden_size": 32, "deepstack_visual_indexes": [0, 1]}
+    eyes = (
+        {"depth": 27, "hidden_size": 64, "num_heads": 16, "deepstack_visual_indexes": [8, 16, 24]} if released else eyes
+    )
     small: dict[str, Any] = {
         "z_dim": 16, "latents_mean": [0.1 * i - 0.7 for i in range(16)],
         "latents_std": [1 + 0.1 * i for i in range(16)],
@@ -297,7 +320,7 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     sizes = {} if released else {"base_image_seq_len": 10, "max_image_seq_len": 64}
     parts: dict[str, Any] = {
         "transformer": qwen_network(**large if released else {}),
-        "text_encoder": _qwen3_vl(transformers.Qwen3VLForConditionalGeneration, words, 32, 3, 4),
+        "text_encoder": _qwen3_vl(transformers.Qwen3VLForConditionalGeneration, words, 32, 3, 4, **eyes),
         "vae": randomise(
             diffusers.AutoencoderKLQwenImage21(
                 base_dim=4, decoder_base_dim=8, dim_mult=[1, 2, 2, 4, 4], num_res_blocks=1, **{} if released else small
@@ -490,6 +513,7 @@ def _one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[
 def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
     """One image at a time: in the reference the padding of a shorter prompt moves its image."""
     scale, negatives, images = keywords.pop("guidance_scale", 1.0), keywords.pop("negative_prompt", None), []
+    keywords |= {"output_resolution": 128} if "image" in keywords else {}
     for i, prompt in enumerate(prompts):
         more = {} if negatives is None else {"negative_prompt": negatives[i], "true_cfg_scale": scale}
         images.append(pipe(prompt, latents=latents[i : i + 1], **more, **keywords).images[0])

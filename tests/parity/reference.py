@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from canvax.params import Param, Params, Spec, flatten, unflatten
+from tests.support.drawing import psnr as psnr
 
 
 def randomise(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
@@ -59,9 +60,3 @@ def relative_error(got: Any, want: Any) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, (got.shape, want.shape)
     return float(np.abs(got - want).max() / np.abs(want).max())
-
-
-def psnr(got: Any, want: Any, peak: float = 1.0) -> float:
-    """Peak signal-to-noise ratio in dB."""
-    error = np.mean((np.asarray(got, np.float64) - np.asarray(want, np.float64)) ** 2)
-    return float(10 * np.log10(peak**2 / max(error, 1e-30)))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import jax
 import numpy as np
 import pytest
 import torch
@@ -16,10 +15,11 @@ from safetensors.numpy import load_file
 
 import canvax
 from tests.support.adapter_files import Draw, Made, dora, kohya, kohya_ldm, layers, loha, lora, without_alpha, write
+from tests.support.drawing import one_device
 from tests.support.small_sdxl import build as build_xl
 
+from .peer import build
 from .reference import nchw, psnr, relative_error
-from .test_pipeline import build
 
 CALL = {"prompt": "a red apple", "negative_prompt": "blurry", "guidance_scale": 4.0, "num_inference_steps": 4}
 PEFT_ENDS = {".lora_down.weight": ".lora_A.weight", ".lora_up.weight": ".lora_B.weight"}
@@ -44,7 +44,7 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
 def both(folder: Path, kind: Any) -> tuple[Any, canvax.Pipeline]:
     theirs = kind.from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
-    return theirs, canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+    return theirs, canvax.load(folder, mesh=one_device())
 
 
 @pytest.fixture(autouse=True)

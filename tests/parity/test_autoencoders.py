@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import jax
 import numpy as np
 import pytest
 import torch
@@ -22,42 +22,21 @@ from canvax.cli import BAD_INPUT, main
 from canvax.models.configs import TinyConfig
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.tiny import tiny_spec
-from canvax.noise import initial_noise
-from canvax.parallel.mesh import make_mesh
 from canvax.weights import single_file
 from canvax.weights.overrides import vae_of_file
 from tests.support.ldm_files import ldm_vae, model, write_folder, write_single
 
+from .peer import NEGATIVE, PROMPTS, SEEDS, SIZE, USUAL, WEIGHTS, Case, Peer, Peers, autoencoder, load, photo
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error
-from .test_image_to_image import photo
-from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build
 from .test_preview import SHAPES
 
-SIZE, LATENTS = 128, (16, 16, 4)
-CHOICE: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "progress": False}
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+SHORT: dict[str, Any] = {"num_inference_steps": 4}
+CASE = Case(both=SHORT, count=1)
 
 
 def kl(seed: int, **changes: Any) -> Any:
     """Another autoencoder of the same kind as that of ``build``, with other widths."""
-    return randomise(
-        diffusers.AutoencoderKL(
-            block_out_channels=(16, 32, 32, 48), down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, norm_num_groups=16, **changes,
-        ),
-        seed,
-    )  # fmt: skip
-
-
-def large(seed: int) -> Any:
-    """One whose norms have the usual 32 groups, which a file without a config has."""
-    return randomise(
-        diffusers.AutoencoderKL(
-            block_out_channels=(32, 32, 64, 64), down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, norm_num_groups=32,
-        ),
-        seed,
-    )  # fmt: skip
+    return randomise(autoencoder(**{"block_out_channels": (16, 32, 32, 48), "layers_per_block": 2} | changes), seed)
 
 
 def tiny(seed: int = 4) -> Any:
@@ -70,32 +49,17 @@ def tiny(seed: int = 4) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("model") / "base", "epsilon")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
+    return Peers(tmp_path_factory.mktemp("peers"))["sd"]
 
 
-def load(folder: Path, **changes: Any) -> canvax.Pipeline:
-    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]), **changes)
-
-
-def theirs_of(folder: Path, cls: Any = diffusers.StableDiffusionPipeline, **parts: Any) -> Any:
-    pipe = cls.from_pretrained(folder, safety_checker=None, **parts)
-    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def reference(pipe: Any) -> Any:
-    with torch.no_grad():
-        return pipe(
-            PROMPTS[0], negative_prompt=NEGATIVE, output_type="np", height=SIZE, width=SIZE, num_inference_steps=4,
-            guidance_scale=5.0, latents=nchw(initial_noise(SEEDS[:1], LATENTS)),
-        ).images  # fmt: skip
+@pytest.fixture(scope="module")
+def folder(peer: Peer) -> Path:
+    return peer.folder
 
 
 def draw(pipe: canvax.Pipeline, **changes: Any) -> canvax.Result:
-    size = {} if "image" in changes else {"height": SIZE, "width": SIZE}
-    told: dict[str, Any] = {**CHOICE, **size, "seed": SEEDS[0], **changes}
+    told = {"height": SIZE, "width": SIZE, "seed": SEEDS[0], "progress": False, **USUAL, **SHORT, **changes}
     return pipe(PROMPTS[0], NEGATIVE, sampler="DDIM", **told)
 
 
@@ -132,14 +96,14 @@ def test_tiny_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_taesd_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
+def test_taesd_in_a_pipeline(peer: Peer, folder: Path, tmp_path: Path) -> None:
     """As a folder of diffusers and as TAESD's own file, which numbers the decoder's layers from one."""
     theirs = tiny()
     theirs.save_pretrained(tmp_path / "taesd")
-    want = reference(theirs_of(folder, vae=theirs))
     ours = load(folder, vae=tmp_path / "taesd")
-    got = draw(ours)
-    assert psnr(got.pixels, want) >= 60
+    got, _ = peer.same(dataclasses.replace(CASE, parts={"vae": theirs}), ours)
+    from_image = {"cls": "StableDiffusionImg2ImgPipeline", "both": SHORT | {"image": photo(1), "strength": 0.5}}
+    peer.same(dataclasses.replace(CASE, parts={"vae": theirs}, **from_image), ours)
     assert draw(ours, seed=5).compilations == 0
 
     original = {}
@@ -156,29 +120,12 @@ def test_taesd_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_taesd_from_an_image(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = tiny()
-    theirs.save_pretrained(tmp_path / "taesd")
-    pipe = theirs_of(folder, diffusers.StableDiffusionImg2ImgPipeline, vae=theirs)
-    module = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img.randn_tensor"
-    monkeypatch.setattr(module, lambda *_, **__: nchw(initial_noise(SEEDS[:1], LATENTS)))
-    with torch.no_grad():
-        want = pipe(
-            PROMPTS[0], photo(1), negative_prompt=NEGATIVE, output_type="np", num_inference_steps=4,
-            guidance_scale=5.0, strength=0.5,
-        ).images  # fmt: skip
-    assert psnr(draw(load(folder, vae=tmp_path / "taesd"), image=photo(1), strength=0.5).pixels, want) >= 60
-
-
-@pytest.mark.slow
-def test_another_autoencoder(folder: Path, tmp_path: Path) -> None:
+def test_another_autoencoder(peer: Peer, folder: Path, tmp_path: Path) -> None:
     """A folder, one with a model around it, one file of either naming, in a whole model's file."""
-    theirs = large(7)
+    theirs = randomise(autoencoder(layers_per_block=2, norm_num_groups=32), 7)  # the usual groups of a bare file
     theirs.save_pretrained(tmp_path / "vae")
-    want = reference(theirs_of(folder, vae=theirs))
-    got = draw(load(folder, vae=tmp_path / "vae"))
-    assert psnr(got.pixels, want) >= 60
-    assert psnr(draw(load(folder)).pixels, want) < 40
+    got, want = peer.same(dataclasses.replace(CASE, parts={"vae": theirs}), load(folder, vae=tmp_path / "vae"))
+    assert psnr(draw(peer.base).pixels, want) < 40
 
     state = load_file(tmp_path / "vae" / WEIGHTS)
     renamed = ldm_vae(state)
@@ -221,17 +168,17 @@ ZERO = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     *(pytest.param(*case, marks=pytest.mark.weekly) for case in (
         ("v_prediction", {}), (None, {"timestep_spacing": "trailing"}))),
 ])  # fmt: skip
-def test_schedule(prediction: str | None, changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    theirs = theirs_of(folder)
-    told = {"prediction_type": prediction} if prediction else {}
-    theirs.scheduler = diffusers.DDIMScheduler.from_config(theirs.scheduler.config, **changes, **told)
-    want = reference(theirs)
-    ours = load(folder, prediction_type=prediction, scheduler=changes)
-    assert psnr(draw(ours).pixels, want) >= 60
-    assert psnr(draw(load(folder)).pixels, want) < 40
-    theirs.scheduler.save_pretrained(tmp_path / "scheduler")
-    for given in (theirs.scheduler, tmp_path / "scheduler", tmp_path / "scheduler" / "scheduler_config.json"):
-        np.testing.assert_array_equal(draw(load(folder, scheduler=given)).pixels, draw(ours).pixels)
+def test_schedule(prediction: str | None, changes: dict[str, Any], peer: Peer, tmp_path: Path) -> None:
+    told = changes | ({"prediction_type": prediction} if prediction else {})
+    case = dataclasses.replace(CASE, parts={"scheduler": diffusers.DDIMScheduler.from_config(peer.config, **told)})
+    ours = load(peer.folder, prediction_type=prediction, scheduler=changes)
+    case = dataclasses.replace(case, sampler=None, ours={"sampler": "DDIM"})
+    got, want = peer.same(case, ours)
+    assert psnr(draw(peer.base).pixels, want) < 40
+    scheduler = case.parts["scheduler"]
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    for given in (scheduler, tmp_path / "scheduler", tmp_path / "scheduler" / "scheduler_config.json"):
+        np.testing.assert_array_equal(draw(load(peer.folder, scheduler=given)).pixels, got.pixels)
 
 
 @pytest.mark.slow

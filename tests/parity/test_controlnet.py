@@ -1,7 +1,4 @@
-"""ControlNet and T2I-Adapter against PyTorch diffusers: their features, one step, whole pipelines.
-
-The last convolutions of a new ControlNet are zero; ``randomise`` gives all weights values, or nothing would be tested.
-"""
+"""ControlNet and T2I-Adapter against PyTorch diffusers: what they add, their files. ``test_features`` has pipelines."""
 
 from __future__ import annotations
 
@@ -13,101 +10,122 @@ import jax
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 import canvax
 from canvax.families.controls import adapter_config, controlnet_config
 from canvax.models.controlnet import ControlNet
+from canvax.models.controlnet_union import UnionNet
 from canvax.models.presets import SD15_UNET, SDXL_UNET
 from canvax.models.t2i_adapter import AdapterConfig, adapter, adapter_spec
 from canvax.models.unet import Residuals, unet, unet_spec
-from canvax.noise import initial_noise
-from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
 from canvax.weights.controlnet import open_control
 from canvax.weights.location import Location
 from tests.support.ldm_files import ldm_unet, write_folder
 from tests.support.ldm_files import model as ldm_model
-from tests.support.random_numbers import rng
+from tests.support.random_numbers import normal, rng
 
-from .reference import given_noise, nchw, nhwc, params_of, psnr, randomise, relative_error
-from .test_image_to_image import mask, photo
-from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build
-from .test_sdxl import build as build_xl
+from .peer import SMALL_NET, UNION, XL_NET, controlnet, load, photo, tame, union
+from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error
 
-SIZE, LATENTS = 128, (16, 16, 4)
-SMALL: dict[str, Any] = {
-    "block_out_channels": (32, 64), "layers_per_block": 1, "attention_head_dim": 4, "cross_attention_dim": 48,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "conditioning_embedding_out_channels": (16, 32, 48, 64),
-}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bgr": {"controlnet_conditioning_channel_order": "bgr"},
     "pooled": {"global_pool_conditions": True},
     "no_attention_in_the_middle": {"mid_block_type": "UNetMidBlock2D"},
     "linear": {"use_linear_projection": True, "upcast_attention": True, "layers_per_block": 2},
-    "xl": {
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (2, 4),
-        "transformer_layers_per_block": (1, 2), "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 24 + 6 * 8, "use_linear_projection": True,
-    },
-}  # fmt: skip
+    "xl": XL_NET,
+}
+TIMES: Any = np.array([981.0, 3.25], np.float32)
 
 
-def tame(module: Any, factor: float = 0.3) -> Any:
-    """Weaker outputs: residuals as strong as the features themselves drown the image, and with it what is compared."""
+def conditions_of(*, xl: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return text and what SDXL is told, for canvax and for diffusers."""
+    ours: dict[str, Any] = {"text": normal(2, 77, 48)}
+    if not xl:
+        return ours, None
+    ours |= {"pooled": normal(2, 24), "time_ids": np.array([[64, 48, 0, 13, 60, 2.5]] * 2, np.float32)}
+    return ours, {"text_embeds": torch.from_numpy(ours["pooled"]), "time_ids": torch.from_numpy(ours["time_ids"])}
+
+
+def check(
+    reference: Any, net: Any, params: Any, features: Any, images: tuple[Any, ...], scales: np.ndarray, **told: Any
+) -> None:
+    """Demand that every array that is added is diffusers'."""
+    x = normal(2, 18, 14, 4)
+    conditions, added = conditions_of(xl=net.unet.addition_embed_type is not None)
     with torch.no_grad():
-        for name, p in module.named_parameters():
-            if name.startswith(("controlnet_down_blocks", "controlnet_mid_block")):
-                p.mul_(factor)
-    return module
+        down, middle = reference(
+            nchw(x), torch.from_numpy(TIMES), torch.from_numpy(conditions["text"]), *images, added_cond_kwargs=added,
+            return_dict=False, **told,
+        )  # fmt: skip
+    assert tuple(one.shape for one in features) == net.features(x.shape)
+    scales = np.tile(scales, (2, 1)).astype(np.float32)
+    found = jax.jit(net.residuals)(params, x, TIMES, net.prepare(params, conditions), features, scales)
+    assert len(down) + 1 == net.layers == len(found.skips) + 1
+    for got, want in zip([*found.skips, found.middle], [*down, middle], strict=True):
+        assert relative_error(got, nhwc(want)) < 1e-5
+    assert jax.tree.map(np.shape, net.nothing(x.shape, np.float32)) == jax.tree.map(np.shape, found)
 
 
-def net_of(seed: int = 5, **changes: Any) -> Any:
-    return tame(randomise(diffusers.ControlNetModel(**SMALL | changes), seed))
+def levels(net: Any, *, guess: bool) -> np.ndarray:
+    return np.logspace(-1, 0, net.layers) if guess else np.ones(net.layers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_residuals(kind: str) -> None:
-    """Every array that is added, for each guess mode."""
-    reference = net_of(**KINDS[kind])
+    """For each guess mode."""
+    reference = controlnet(**KINDS[kind])
     net = ControlNet.from_dict(dict(reference.config))
     params = params_of(reference, net.spec)
-    x, text = (rng.standard_normal(s, np.float32) for s in ((2, 18, 14, 4), (2, 77, 48)))
-    images, t = rng.random((2, 144, 112, 3), np.float32), np.array([981.0, 3.25], np.float32)
-    conditions: dict[str, Any] = {"text": text}
-    added = None
-    if kind == "xl":
-        conditions |= {"pooled": rng.standard_normal((2, 24), np.float32)}
-        conditions |= {"time_ids": np.array([[64, 48, 0, 13, 60, 2.5]] * 2, np.float32)}
-        added = {"text_embeds": torch.from_numpy(conditions["pooled"])}
-        added |= {"time_ids": torch.from_numpy(conditions["time_ids"])}
-    for guess, weights in ((False, np.ones(net.layers)), (True, np.logspace(-1, 0, net.layers))):
-        with torch.no_grad():
-            down, middle = reference(
-                nchw(x), torch.from_numpy(t), torch.from_numpy(text), nchw(images), 0.8, guess_mode=guess,
-                added_cond_kwargs=added, return_dict=False,
-            )  # fmt: skip
-        features = jax.jit(net.encode)(params, images)
-        assert tuple(one.shape for one in features) == net.features(x.shape)
-        scales = np.tile(0.8 * (np.ones(net.layers) if net.pools else weights), (2, 1)).astype(np.float32)
-        found = jax.jit(net.residuals)(params, x, t, net.prepare(params, conditions), features, scales)
-        assert len(down) + 1 == net.layers == len(found.skips) + 1
-        for got, want in zip([*found.skips, found.middle], [*down, middle], strict=True):
-            assert relative_error(got, nhwc(want)) < 1e-5
-        empty = net.nothing(x.shape, np.float32)
-        assert jax.tree.map(np.shape, empty) == jax.tree.map(np.shape, found)
+    images = rng.random((2, 144, 112, 3), np.float32)
+    features = jax.jit(net.encode)(params, images)
+    for guess in (False, True):
+        scales = 0.8 * levels(net, guess=guess and not net.pools)
+        check(reference, net, params, features, (nchw(images), 0.8), scales, guess_mode=guess)
+
+
+@pytest.mark.parametrize(("slots", "weights", "guess"), [
+    ([1], [1.0], False),
+    ([7, 0, 3], [1.0, 0.5, 1.5], False),
+    ([2], [1.0], True),
+    ([2, 5], [1.0, 1.0], True),
+])  # fmt: skip
+def test_residuals_by_type(slots: list[int], weights: list[float], guess: bool) -> None:
+    """Of several images each has its own weight, which the model takes, no pipeline does."""
+    reference = union()
+    net = UnionNet.from_dict(dict(reference.config))
+    params = params_of(reference, net.spec)
+    images = [np.repeat(rng.random((1, 144, 112, 3), np.float32), 2, 0) for _ in slots]
+    kinds = torch.zeros(2, UNION["num_control_type"])
+    kinds[:, slots] = 1
+    read = [jax.jit(net.encode)(params, one) for one in images]
+    kept = [net.together([(hint[i], mean[i]) for hint, mean in read], slots, weights) for i in range(2)]
+    features = tuple(np.stack(parts) for parts in zip(*kept, strict=True))
+    shown = ([nchw(one) for one in images], kinds, slots)
+    check(reference, net, params, features, shown, levels(net, guess=guess), conditioning_scale=weights,
+          guess_mode=guess)  # fmt: skip
+
+
+def test_images_of_a_batch_change_each_other_in_diffusers() -> None:
+    """Its attention takes the batch for the tokens. Here each image is what it is alone, in any company."""
+    reference = union()
+    tokens = torch.from_numpy(rng.standard_normal((2, 3, 32), np.float32))
+    with torch.no_grad():
+        both, alone = (reference.transformer_layes[0](x) for x in (tokens, tokens[:1]))
+        other_types = reference.transformer_layes[0](tokens[:1, :2])
+    assert float((both[:1] - alone).abs().max()) > 1e-2
+    torch.testing.assert_close(other_types, alone[:, :2])  # and of the other tokens it sees none
 
 
 def test_one_step() -> None:
     """Residuals in the UNet, and an adapter's features within its way down."""
     reference = randomise(diffusers.UNet2DConditionModel(
-        sample_size=16, **{k: v for k, v in SMALL.items() if "conditioning" not in k},
+        sample_size=16, **{k: v for k, v in SMALL_NET.items() if "conditioning" not in k},
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ))  # fmt: skip
-    net = ControlNet.from_dict(dict(net_of().config))
+    net = ControlNet.from_dict(dict(controlnet().config))
     cfg = net.unet
     cfg = type(cfg)(**{**vars(cfg), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")})
     params = params_of(reference, unet_spec(cfg))
@@ -126,180 +144,6 @@ def test_one_step() -> None:
     residuals = added._replace(within={0: within[0], 2: within[1]})
     got = unet(params, x, t, text, cfg, residuals=residuals)
     assert relative_error(got, nhwc(want)) < 1e-5
-
-
-# Pipelines
-
-
-@pytest.fixture(scope="module")
-def nets(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Two ControlNets, saved by diffusers."""
-    folder = tmp_path_factory.mktemp("nets")
-    found = []
-    for i in range(2):
-        net = net_of(5 + i)
-        net.save_pretrained(folder / str(i))
-        net.folder = folder / str(i)
-        found.append(net)
-    return found
-
-
-@pytest.fixture(scope="module")
-def pair(nets: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
-    folder = build(tmp_path_factory.mktemp("model") / "base", "epsilon")
-    base = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
-    theirs = diffusers.StableDiffusionControlNetPipeline(
-        **base.components, controlnet=nets[0], requires_safety_checker=False
-    )
-    theirs.set_progress_bar_config(disable=True)
-    theirs.own_config = theirs.scheduler.config
-    mesh = make_mesh(jax.devices()[:1])
-    return theirs, canvax.load(folder, dtype="float32", mesh=mesh, controlnet=[net.folder for net in nets])
-
-
-SAMPLERS = {
-    "DDIM": ("DDIMScheduler", {}),
-    "Euler": ("EulerDiscreteScheduler", {}),
-    "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
-    "Heun": ("HeunDiscreteScheduler", {}),
-}
-CASES: list[tuple[str, int, dict[str, Any]]] = [
-    ("DDIM", 4, {"control_scale": 0.7}),
-    ("DPM++ 2M Karras", 5, {}),
-    ("Heun", 4, {"control_start": 0.2, "control_end": 0.7}),
-    ("Euler", 4, {"guess_mode": True, "guidance_scale": 3.0}),
-    ("DDIM", 4, {"guess_mode": True, "guidance_scale": 1.0}),
-]
-NAMES = {"control_scale": "controlnet_conditioning_scale", "control_start": "control_guidance_start"}
-NAMES |= {"control_end": "control_guidance_end"}
-
-
-def theirs_of(changes: dict[str, Any]) -> dict[str, Any]:
-    return {NAMES.get(name, name): value for name, value in changes.items()}
-
-
-@pytest.mark.parametrize(("sampler", "steps", "changes"), [
-    pytest.param(*case, marks=(() if i < 2 else pytest.mark.slow if i == 3 else pytest.mark.weekly))
-    for i, case in enumerate(CASES)
-])  # fmt: skip
-def test_same_image(sampler: str, steps: int, changes: dict[str, Any], pair: Any) -> None:
-    theirs, ours = pair
-    cls, config = SAMPLERS[sampler]
-    theirs.scheduler = getattr(diffusers, cls).from_config(dict(theirs.own_config), **config)
-    choice = {"num_inference_steps": steps, "guidance_scale": 5.0}
-    with torch.no_grad():
-        want = theirs(
-            PROMPTS, image=[photo(1), photo(2)], negative_prompt=[NEGATIVE] * 2, output_type="np",
-            latents=nchw(initial_noise(SEEDS, LATENTS)), **choice | theirs_of(changes),
-        ).images  # fmt: skip
-    # Under the names of diffusers, too: guess_mode, and the others every other time.
-    told = theirs_of(changes) if steps % 2 else changes
-    got = ours(
-        PROMPTS, NEGATIVE, control=[[photo(1), photo(2)], None], seed=SEEDS, sampler=sampler, progress=False,
-        **choice | told,
-    )  # fmt: skip
-    near = psnr(got.pixels, want)
-    assert near >= 60
-    without = ours(PROMPTS, NEGATIVE, seed=SEEDS, sampler=sampler, progress=False, height=SIZE, width=SIZE,
-                   **choice | {k: v for k, v in changes.items() if k == "guidance_scale"})  # fmt: skip
-    assert psnr(got.pixels, without.pixels) < near - 20
-
-
-@pytest.mark.slow
-def test_two_nets(pair: Any, nets: list[Any]) -> None:
-    theirs, ours = pair
-    theirs = diffusers.StableDiffusionControlNetPipeline(
-        **theirs.components | {"controlnet": nets}, requires_safety_checker=False
-    )
-    theirs.set_progress_bar_config(disable=True)
-    theirs.scheduler = diffusers.DDIMScheduler.from_config(theirs.scheduler.config)
-    choice = {"num_inference_steps": 5, "guidance_scale": 5.0}
-    with torch.no_grad():
-        want = theirs(
-            PROMPTS[0], image=[photo(1), photo(2)], negative_prompt=NEGATIVE, output_type="np",
-            latents=nchw(initial_noise(SEEDS[:1], LATENTS)), controlnet_conditioning_scale=[0.9, 0.4],
-            control_guidance_start=[0.0, 0.3], control_guidance_end=[0.8, 1.0], **choice,
-        ).images  # fmt: skip
-    got = ours(
-        PROMPTS[0], NEGATIVE, control=[photo(1), photo(2)], seed=SEEDS[0], sampler="DDIM", progress=False,
-        control_scale=(0.9, 0.4), control_start=(0.0, 0.3), control_end=(0.8, 1.0), **choice,
-    )  # fmt: skip
-    assert psnr(got.pixels, want) >= 60
-
-
-@pytest.mark.parametrize("inpaint", [False, True])
-def test_with_an_image(inpaint: bool, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = pair
-    kind = "Inpaint" if inpaint else "Img2Img"
-    cls = getattr(diffusers, f"StableDiffusionControlNet{kind}Pipeline")
-    theirs = cls(**theirs.components, requires_safety_checker=False)
-    theirs.set_progress_bar_config(disable=True)
-    theirs.scheduler = diffusers.DDIMScheduler.from_config(theirs.scheduler.config)
-    given_noise(monkeypatch, theirs, initial_noise(SEEDS, LATENTS))
-    square = Image.new("L", (SIZE, SIZE), 0)
-    square.paste(255, (32, 16, 96, 80))
-    more: dict[str, Any] = {"mask_image": [square] * 2, "height": SIZE, "width": SIZE} if inpaint else {}
-    choice = {"num_inference_steps": 6, "guidance_scale": 5.0, "strength": 0.5}
-    seen: list[Any] = []
-    with torch.no_grad():
-        theirs(
-            PROMPTS, image=[photo(1), photo(2)], control_image=[photo(3), photo(4)], negative_prompt=[NEGATIVE] * 2,
-            controlnet_conditioning_scale=1.0, control_guidance_end=0.7, output_type="np", **choice, **more,
-            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
-        )  # fmt: skip
-    more = {"mask": square, "mask_blend": "renoised"} if inpaint else {}
-    got = ours(
-        PROMPTS, NEGATIVE, image=[photo(1), photo(2)], control=[[photo(3), photo(4)], None], seed=SEEDS, sampler="DDIM",
-        control_end=0.7, progress=False, **choice, **more,
-    )  # fmt: skip
-    assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
-
-
-def test_a_generator_draws_as_there(pair: Any) -> None:
-    """Image to image with control: the sample of the image, then the noise."""
-    theirs, ours = pair
-    theirs = diffusers.StableDiffusionControlNetImg2ImgPipeline(**theirs.components, requires_safety_checker=False)
-    theirs.set_progress_bar_config(disable=True)
-    theirs.scheduler = diffusers.DDIMScheduler.from_config(theirs.scheduler.config)
-    choice: dict[str, Any] = {"num_inference_steps": 6, "guidance_scale": 5.0, "strength": 0.5, "image": photo(1)}
-    seen: list[Any] = []
-    with torch.no_grad():
-        theirs(
-            PROMPTS[0], control_image=photo(3), negative_prompt=NEGATIVE, controlnet_conditioning_scale=1.0,
-            generator=torch.Generator().manual_seed(5), **choice,
-            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
-        )  # fmt: skip
-    got = ours(
-        PROMPTS[0], NEGATIVE, control=[photo(3), None], seed=5, noise="torch", sampler="DDIM", progress=False, **choice
-    )
-    assert psnr(got.latents, nhwc(seen[-1]), peak=float(seen[-1].abs().max())) >= 80
-
-
-@pytest.mark.slow
-def test_inpainting_unet(nets: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A UNet of 9 channels, of which the ControlNet sees the first four."""
-    folder = build(tmp_path / "model", "epsilon", in_channels=9)
-    base = diffusers.StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
-    base.save_pretrained(folder := tmp_path / "own")
-    parts = {name: part for name, part in base.components.items() if name != "image_encoder"}
-    theirs = diffusers.StableDiffusionControlNetInpaintPipeline(
-        **parts, controlnet=nets[0], requires_safety_checker=False
-    )
-    theirs.set_progress_bar_config(disable=True)
-    ours = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]), controlnet=nets[0].folder)
-    given_noise(monkeypatch, theirs, initial_noise(SEEDS, LATENTS))
-    seen: list[Any] = []
-    choice: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "strength": 1.0}
-    with torch.no_grad():
-        theirs(
-            PROMPTS, image=[photo(1), photo(2)], mask_image=[mask(1), mask(3)], control_image=[photo(3), photo(4)],
-            height=SIZE, width=SIZE, negative_prompt=[NEGATIVE] * 2, output_type="np", **choice,
-            controlnet_conditioning_scale=1.0,
-            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
-        )  # fmt: skip
-    got = ours(PROMPTS, NEGATIVE, image=[photo(1), photo(2)], mask=[mask(1), mask(3)], control=[photo(3), photo(4)],
-               seed=SEEDS, options=canvax.Options(progress=False), **choice)  # fmt: skip
-    assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
 
 
 # T2I-Adapter
@@ -324,110 +168,6 @@ def test_adapter(kind: str) -> None:
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
         assert relative_error(one, nhwc(other)) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*decode_latents")
-def test_adapter_in_a_pipeline(pair: Any, nets: list[Any], tmp_path: Path) -> None:
-    """Alone, and with a ControlNet beside it, which diffusers has no pipeline for."""
-    theirs, ours = pair
-    reference: Any = randomise(diffusers.T2IAdapter(adapter_type="full_adapter", **ADAPTERS["full_adapter"]))
-    reference.save_pretrained(tmp_path / "adapter")
-    parts = {name: part for name, part in theirs.components.items() if name not in ("controlnet", "image_encoder")}
-    pipeline = diffusers.StableDiffusionAdapterPipeline(**parts, adapter=reference, requires_safety_checker=False)
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config)
-    choice = {"num_inference_steps": 5, "guidance_scale": 5.0}
-    with torch.no_grad():
-        want = pipeline(
-            PROMPTS[0], image=photo(1), negative_prompt=NEGATIVE, latents=nchw(initial_noise(SEEDS[:1], LATENTS)),
-            adapter_conditioning_scale=0.6, height=SIZE, width=SIZE, output_type="np", **choice,
-        ).images  # fmt: skip
-    adapted = ours.with_controlnet([tmp_path / "adapter", nets[0].folder])
-    told: dict[str, Any] = {"seed": SEEDS[0], "sampler": "DDIM", "progress": False, **choice}
-    got = adapted(PROMPTS[0], NEGATIVE, control=[photo(1), None], control_scale=0.6, **told)
-    assert psnr(got.pixels, want) >= 60
-    both = adapted(PROMPTS[0], NEGATIVE, control=[photo(1), photo(2)], control_scale=(0.6, 0.0), **told)
-    assert psnr(both.pixels, want) >= 60
-    assert adapted(PROMPTS[0], NEGATIVE, control=[photo(1), photo(2)], **told).compilations == 0
-
-
-# SDXL
-
-
-@pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
-    folder = tmp_path_factory.mktemp("xl")
-    build_xl(folder / "base")
-    changes = KINDS["xl"] | {"cross_attention_dim": 72}
-    net_of(7, **changes).save_pretrained(folder / "net")
-    base = diffusers.StableDiffusionXLPipeline.from_pretrained(folder / "base")
-    net = diffusers.ControlNetModel.from_pretrained(folder / "net")
-    theirs: Any = diffusers.StableDiffusionXLControlNetPipeline(**base.components, controlnet=net)
-    theirs.set_progress_bar_config(disable=True)
-    mesh = make_mesh(jax.devices()[:1])
-    return theirs, canvax.load(folder / "base", dtype="float32", mesh=mesh, controlnet=folder / "net")
-
-
-@pytest.mark.slow
-def test_xl(xl: Any) -> None:
-    changes = {"control_scale": 0.5, "control_end": 0.6, "guess_mode": True}
-    theirs, ours = xl
-    choice = {"num_inference_steps": 8, "guidance_scale": 5.0}
-    with torch.no_grad():
-        want = theirs(
-            PROMPTS[0], image=photo(1), negative_prompt=NEGATIVE, output_type="np", height=SIZE, width=SIZE,
-            latents=nchw(initial_noise(SEEDS[:1], LATENTS)), **choice | theirs_of(changes),
-        ).images  # fmt: skip
-    got = ours(PROMPTS[0], NEGATIVE, control=photo(1), seed=SEEDS[0], progress=False, **choice | changes)
-    assert psnr(got.pixels, want) >= 60
-
-
-@pytest.mark.parametrize("inpaint", [False, pytest.param(True, marks=pytest.mark.weekly)])
-@pytest.mark.slow
-def test_xl_with_an_image(inpaint: bool, xl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = xl
-    kind = "Inpaint" if inpaint else "Img2Img"
-    theirs = getattr(diffusers, f"StableDiffusionXLControlNet{kind}Pipeline")(**theirs.components)
-    theirs.set_progress_bar_config(disable=True)
-    given_noise(monkeypatch, theirs, initial_noise(SEEDS[:1], LATENTS))
-    square = Image.new("L", (SIZE, SIZE), 0)
-    square.paste(255, (32, 16, 96, 80))
-    more: dict[str, Any] = {"mask_image": square} if inpaint else {}
-    choice = {"num_inference_steps": 6, "guidance_scale": 5.0, "strength": 0.5}
-    seen: list[Any] = []
-    with torch.no_grad():
-        theirs(
-            PROMPTS[0], image=photo(1), control_image=photo(3), negative_prompt=NEGATIVE, height=SIZE, width=SIZE,
-            controlnet_conditioning_scale=0.7, output_type="np", **choice, **more,
-            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
-        )  # fmt: skip
-    more = {"mask": square, "mask_blend": "renoised"} if inpaint else {}
-    got = ours(PROMPTS[0], NEGATIVE, image=photo(1), control=photo(3), control_scale=0.7, seed=SEEDS[0],
-               progress=False, **choice, **more)  # fmt: skip
-    assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
-
-
-def test_xl_adapter(xl: Any, tmp_path: Path) -> None:
-    theirs, ours = xl
-    own = ADAPTERS["full_adapter_xl"] | {"channels": [32, 64]}  # of two levels; SDXL has three and a fourth feature
-    reference: Any = randomise(diffusers.T2IAdapter(adapter_type="full_adapter_xl", **own))
-    reference.save_pretrained(tmp_path / "adapter")
-    parts = {name: part for name, part in theirs.components.items() if name != "controlnet"}
-    pipeline: Any = diffusers.StableDiffusionXLAdapterPipeline(**parts, adapter=reference)
-    pipeline.set_progress_bar_config(disable=True)
-    choice = {"num_inference_steps": 6, "guidance_scale": 5.0}
-    with torch.no_grad():
-        want = pipeline(
-            PROMPTS[0], image=photo(1), negative_prompt=NEGATIVE, latents=nchw(initial_noise(SEEDS[:1], LATENTS)),
-            adapter_conditioning_scale=0.4, adapter_conditioning_factor=0.5, height=SIZE, width=SIZE,
-            output_type="np", **choice,
-        ).images  # fmt: skip
-    got = ours.with_controlnet(tmp_path / "adapter")(
-        PROMPTS[0], NEGATIVE, adapter_image=photo(1), control_scale=0.4, adapter_conditioning_factor=0.5, seed=SEEDS[0],
-        progress=False, **choice,
-    )  # fmt: skip
-    assert psnr(got.pixels, want) >= 60
 
 
 # Files
@@ -465,7 +205,7 @@ def test_names_of_the_original_code(tmp_path: Path) -> None:
     save_file(ldm_of(apart) | {"difference": torch.zeros(1)}, tmp_path / "difference.safetensors")
     (tmp_path / "no_config").mkdir()
     save_file(dict(state), tmp_path / "no_config" / "diffusion_pytorch_model.safetensors")
-    pipe = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]), controlnet=tmp_path / "folder")
+    pipe = load(base, controlnet=tmp_path / "folder")
     assert pipe.params is not None
     wanted = dict(flatten(pipe.params["controlnet"]))
     for name in ("ldm.safetensors", "bare.safetensors", "difference.safetensors", "no_config"):
@@ -532,7 +272,7 @@ def test_control_lora(tmp_path: Path) -> None:
     save_file({k: v.contiguous() for k, v in ldm_of_lora(file).items()}, tmp_path / "control-lora.safetensors")
     reference.load_state_dict(whole)
     reference.save_pretrained(tmp_path / "folder")
-    pipe = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]), controlnet=tmp_path / "folder")
+    pipe = load(base, controlnet=tmp_path / "folder")
     other = pipe.with_controlnet(tmp_path / "control-lora.safetensors")
     assert pipe.params is not None
     assert other.params is not None
@@ -552,7 +292,7 @@ def test_broken_control_loras(tmp_path: Path) -> None:
     base = write_folder(tmp_path / "base", "sd1", parts)
     reference: Any = randomise(diffusers.ControlNetModel.from_unet(parts["unet"]), 3)
     file = ldm_of_lora(as_control_lora(reference.state_dict(), parts["unet"].state_dict())[0])
-    pipe = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    pipe = load(base)
     some = next(name for name in file if name.endswith("to_q.up"))
     key = some.removesuffix(".up")
     cases: dict[str, tuple[dict[str, Any], str]] = {
@@ -572,7 +312,7 @@ def test_broken_control_loras(tmp_path: Path) -> None:
         with pytest.raises(canvax.CheckpointError, match=said):
             pipe.with_controlnet(tmp_path / f"{name}.safetensors")
     save_file({k: v.contiguous() for k, v in file.items()}, tmp_path / "whole.safetensors")
-    small = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]), quantize="int8")
+    small = load(base, quantize="int8")
     with pytest.raises(canvax.InputError, match="without quantize"):
         small.with_controlnet(tmp_path / "whole.safetensors")
 
@@ -607,26 +347,35 @@ def test_adapters_of_the_original_code(kind: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(arrays[one.name], one.read())
 
 
-@pytest.mark.parametrize("kind", ["sd15", "sdxl", "sdxl-mid", "sdxl-small"])
-def test_full_size_parameters(kind: str) -> None:
-    """Names and shapes of the released networks, and a config that is made of them, without their memory."""
-    base = SDXL_UNET if kind.startswith("sdxl") else SD15_UNET
-    config = {name: value for name, value in vars(base).items() if value is not None}
-    config = {
-        name: value for name, value in config.items() if name not in ("sample_size", "out_channels", "up_block_types")
-    }
-    if kind == "sdxl-small":
-        config |= {"down_block_types": ("DownBlock2D",) * 3, "mid_block_type": "UNetMidBlock2D"}
-    if kind == "sdxl-mid":
-        config |= {
-            "down_block_types": ("DownBlock2D",) * 2 + ("CrossAttnDownBlock2D",),
-            "transformer_layers_per_block": 1,
-        }
+def sizes_of(cls: Any, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a network of diffusers without its memory, and the shapes of its arrays."""
     with torch.device("meta"):
-        reference = diffusers.ControlNetModel(**config)
-    found = {name: tuple(array.shape) for name, array in reference.state_dict().items()}
-    told = ControlNet.from_dict(dict(reference.config))
-    guessed = ControlNet.from_dict(controlnet_config(found, base))
+        made = cls(**config)
+    return made, {name: tuple(array.shape) for name, array in made.state_dict().items()}
+
+
+FULL_SIZES: dict[str, dict[str, Any]] = {
+    "sd15": {}, "sdxl": {}, "sdxl-6-types": {"num_control_type": 6}, "sdxl-8-types": {"num_control_type": 8},
+    "sdxl-small": {"down_block_types": ("DownBlock2D",) * 3, "mid_block_type": "UNetMidBlock2D"},
+    "sdxl-mid": {
+        "down_block_types": ("DownBlock2D",) * 2 + ("CrossAttnDownBlock2D",), "transformer_layers_per_block": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FULL_SIZES)
+def test_full_size_parameters(kind: str) -> None:
+    """Names and shapes of the released networks, and a config that is made of them."""
+    base = SDXL_UNET if kind.startswith("sdxl") else SD15_UNET
+    left_out = ("sample_size", "out_channels", "up_block_types", "time_cond_proj_dim")
+    config = {name: value for name, value in vars(base).items() if value is not None and name not in left_out}
+    typed = "num_control_type" in FULL_SIZES[kind]
+    cls: Any = UnionNet if typed else ControlNet
+    reference, found = sizes_of(
+        diffusers.ControlNetUnionModel if typed else diffusers.ControlNetModel, config | FULL_SIZES[kind]
+    )
+    told, guessed = (cls.from_dict(one) for one in (dict(reference.config), controlnet_config(found, base)))
     for net in (told, guessed):
         assert found == {name: param.checkpoint_shapes[0] for name, param in flatten(net.spec)}
     assert guessed.unet.heads == told.unet.heads
+    assert not typed or told.union == guessed.union

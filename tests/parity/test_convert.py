@@ -25,7 +25,6 @@ import canvax
 from canvax.cli import main
 from canvax.weights.pickled import read_pickled
 from canvax.weights.safetensors import read_metadata
-from tests.support.ldm_files import model, write_folder, write_single
 
 Made = Callable[[str], tuple[Path, Path]]
 LEFT_BY_TRAINING = (
@@ -37,20 +36,6 @@ LEFT_BY_TRAINING = (
     "model.text_projection",
 )
 NEW, OLD = {}, {"_use_new_zipfile_serialization": False}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The folder and the single file of a kind of model, each written once."""
-    done: dict[str, tuple[Path, Path]] = {}
-
-    def make(kind: str) -> tuple[Path, Path]:
-        if kind not in done:
-            home, parts = tmp_path_factory.mktemp(kind), model(kind)
-            done[kind] = write_folder(home / "folder", kind, parts), write_single(home / "x.safetensors", kind, parts)
-        return done[kind]
-
-    return make
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from canvax.call import Call
 from canvax.cli import main
 from canvax.cli.arguments import build_parser
 from canvax.cli.loading import load_with
+from canvax.families.anima import ANIMA, QWEN3_06B
 from canvax.families.convert import convert
 from canvax.families.flux import CHROMA, FLUX
 from canvax.families.flux2 import FLUX2
@@ -48,6 +49,7 @@ from canvax.families.language import QWEN3_VL_4B
 from canvax.families.local_models import local_models
 from canvax.families.qwen_image import QWEN3_VL_8B, QWEN_IMAGE
 from canvax.families.z_image import Z_IMAGE
+from canvax.models.anima import AdapterConfig, CosmosConfig
 from canvax.models.clip import clip_encoders
 from canvax.models.configs import ClipTextConfig
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec
@@ -57,6 +59,7 @@ from canvax.models.flux3 import Flux3Config, flux3_spec
 from canvax.models.krea2 import Krea2Config, krea2_spec
 from canvax.models.qwen_image import QwenImageConfig, qwen_image_spec
 from canvax.models.qwen_vae import QwenVaeConfig, qwen_vae_spec
+from canvax.models.qwen_vision import VisionConfig, vision_tower_spec
 from canvax.models.t5 import T5Config, t5_spec
 from canvax.models.z_image import ZImageConfig, z_image_spec
 from canvax.params import count, flatten
@@ -66,7 +69,7 @@ from canvax.planning.plan import architecture
 from canvax.weights.data_folder import find_named, using
 from canvax.weights.entries import Entry
 from canvax.weights.formats import whole_name
-from canvax.weights.language_model import language_model_config, t5_config
+from canvax.weights.language_model import language_model_config, t5_config, vision_config
 from canvax.weights.lora import read_adapter
 from canvax.weights.overrides import Overrides
 from canvax.weights.rules import Names
@@ -752,6 +755,29 @@ def test_sizes_of_flux() -> None:
     assert T5Config.from_dict(t5_config(shapes_of(t5_spec(T5Config())))) == T5Config()
 
 
+def test_sizes_of_anima() -> None:
+    """Names and shapes of all arrays of both layouts, and the published counts."""
+    networks, single = PRESETS["anima"], ANIMA.single_file
+    sizes = {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}
+    state, specs = on_no_device("CosmosTransformer3DModel", **sizes), networks.specs()
+    assert shapes_of(specs["transformer"]) == state
+    released = under(Names(ANIMA.names), state)
+    tensors = {f"net.{name}": torch.empty(shape, device="meta") for name, shape in released.items()}
+    theirs = convert_cosmos_transformer_checkpoint_to_diffusers(tensors)
+    assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == state
+    assert CosmosConfig.from_dict(config_of(ANIMA, specs["transformer"])) == CosmosConfig()
+    adapter = shapes_of(specs["text_conditioner"])
+    assert adapter == on_no_device("AnimaTextConditioner")
+    assert single is not None and (len(state), len(adapter)) == (567, 118)
+    assert AdapterConfig.from_dict(single.inside["text_conditioner"][1](adapter)) == AdapterConfig()
+    found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_06B, 28)))
+    assert DecoderConfig.from_dict({**single.configs["text_encoder"], **found}) == QWEN3_06B
+    counts = {name: count(spec) for name, spec in specs.items()}
+    assert counts == {
+        "transformer": 1_956_405_248, "text_conditioner": 134_663_680, "text_encoder": 596_049_920, "vae": 44_599_603,
+    }  # fmt: skip
+
+
 def test_sizes_of_qwen_image() -> None:
     """Names and shapes of all arrays, of which the autoencoder's over time are not read, and what is read off them."""
     spec, single = qwen_image_spec(QwenImageConfig()), QWEN_IMAGE.single_file
@@ -765,7 +791,12 @@ def test_sizes_of_qwen_image() -> None:
     found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_VL_8B, 36)))
     config = single.configs["text_encoder"]
     assert DecoderConfig.from_dict({"text_config": {**config["text_config"], **found}}) == QWEN3_VL_8B
-    eyes = transformers.Qwen3VLConfig(**config).vision_config
-    assert (eyes.depth, eyes.hidden_size, eyes.deepstack_visual_indexes) == (27, 1152, [8, 16, 24])
+    eyes = vision_tower_spec(VisionConfig())
+    with torch.device("meta"):
+        theirs = transformers.Qwen3VLConfig(**config).vision_config
+        tower = transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel(theirs).state_dict()
+    assert shapes_of(eyes) == {name: tuple(tensor.shape) for name, tensor in tower.items()}
+    seen = vision_config({f"visual.{name}": shape for name, shape in shapes_of(eyes).items()})
+    assert VisionConfig.from_dict(config | {"vision_config": config["vision_config"] | seen}) == VisionConfig()
     sizes = {name: count(spec) / 1e9 for name, spec in PRESETS["qwen-image-2.1"].specs().items()}
-    assert sizes == pytest.approx({"transformer": 7.12, "text_encoder": 7.57, "vae": 0.331}, abs=5e-3)
+    assert sizes == pytest.approx({"transformer": 7.12, "text_encoder": 8.767 - 0.622, "vae": 0.331}, abs=5e-3)

@@ -84,9 +84,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model that a test asks for by ``over``; else FLUX.2 klein."""
     made = models(getattr(request, "param", "flux2"))
-    if made.record.title in ("FLUX.1", "FLUX.2"):  # less padding of references, which takes time
+    if made.record.title in ("FLUX.1", "FLUX.2", "Qwen-Image"):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
         monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((HEIGHT, WIDTH), (64, 48)))
+    monkeypatch.setattr("canvax.models.qwen_image.REFERENCE_PIXELS", 128 * 128)
     return made
 
 
@@ -166,9 +167,10 @@ def shift_of(model: Model, tokens: int, steps: int) -> float:
     from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
 
     return {
-        "z-image": lambda: 3.0, "anima": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
+        "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
         "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
         "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)), "flux-schnell": lambda: 1.0,
+        "anima": lambda: 3.0,
         "flux-dev": lambda: np.exp(calculate_shift(tokens, 10, 64)),
     }[model.name]()  # fmt: skip
 
@@ -271,7 +273,7 @@ def unguided(model: Model) -> dict[str, Any]:
     """One evaluation a step; with a reference where there are layers for one."""
     asked: dict[str, Any] = {"num_inference_steps": 2}
     asked |= {"guidance_scale": 1.0 if model.name == "anima" else 0.0} if model.record.factor == 8 else {}
-    return asked | ({"image": ONE} if model.name == "flux3" else {})
+    return asked | ({"image": ONE} if model.name in ("flux3", "qwen") else {})
 
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
@@ -321,7 +323,8 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
     pipe = model.loaded(mesh=make_mesh(jax.devices()[: int(np.prod([*axes.values()]))], **axes))
-    asked = {"image": ONE, **SMALL} if model.name == "flux2" else {"guidance_scale": 2.0}
+    edits = {"flux2": SMALL, "qwen": {"guidance_scale": 2.0, **model.small}}
+    asked = {"image": ONE, **edits[model.name]} if model.name in edits else {"guidance_scale": 2.0}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, of="one device")
 
 
@@ -332,7 +335,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
     """FLUX.2 has 46 dB, and with 7 bits 38. Wrong scales are what ``test_quantize`` sees."""
-    pipe, asked = model.loaded(dtype=dtype, quantize="int8"), unguided(model)
+    pipe, asked = model.loaded(dtype=dtype, quantize="int8"), {**unguided(model), **model.small}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, least, of="all bits")
     if model.name == "flux2":
         whole = {name for name, one in pipe.params["transformer"].items() if "scale" not in str(one)}
@@ -360,6 +363,10 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("flux-kontext", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
+    ], {}, marks=SLOW),
+    pytest.param("qwen", 2, [
+        {"prompt": PROMPTS[0], "seed": 5, "steps": 6, "image": picture(100, 64)},
+        {"prompt": PROMPTS[1], "seed": 6, "steps": 5, "image": picture(48, 80, 2.0)},
     ], {}, marks=SLOW),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
@@ -487,6 +494,15 @@ def test_the_networks_are_functions_of_arrays(model: Model) -> None:
         _ = ours.model.unet
 
 
+@over("z-image", "flux2", "flux3-base", "krea2", "qwen")
+def test_the_loop_is_a_function_of_arrays(model: Model) -> None:
+    """Packed latents, padded texts and the shift of the size are those of the pipeline."""
+    asked = {"num_inference_steps": 3, "seed": 5, **SMALL}
+    want = model.ours([*PROMPTS], **asked, progress=False)
+    got = canvax.rollout(model.ours, model.ours.params, *model.ours.start([*PROMPTS], **asked))
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+
+
 @over("z-image")
 def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -> None:
     """In place of those of a UNet: of merged adapters, of those beside the weights, and of a server's."""
@@ -509,14 +525,17 @@ def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("references", [ONE, TWO], ids=["one", "two"])
-@over("flux2", "flux3")
+@over("flux2", "flux3", "qwen")
 def test_editing(model: Model, references: list[Any]) -> None:
     """References of sizes that are no multiples, of an image of another size."""
+    asked: dict[str, Any] = {"num_inference_steps": 4, **model.small}
     want = model.reference(num_inference_steps=4, image=references)
-    assert_near(model.draw(image=references, **SMALL, num_inference_steps=4).pixels, want)
-    assert_other(model.draw(num_inference_steps=4).pixels, want)
-    if model.name == "flux2" and len(references) > 1:
-        assert_other(model.draw(image=references[::-1], **SMALL, num_inference_steps=4).pixels, want, 50)
+    assert_near(model.draw(image=references, **asked).pixels, want)
+    assert_other(model.draw(**asked).pixels, want)
+    if model.name != "flux3" and len(references) > 1:
+        assert_other(model.draw(image=references[::-1], **asked).pixels, want, 50)
+    if model.name == "qwen":
+        assert_other(model.draw(image=references, prompt=[*model.record.prompts[::-1]], **asked).pixels, want)
 
 
 @over(slow=["flux2-base", "flux3-base"])
@@ -671,7 +690,7 @@ def test_lines_of_a_prompt_file_read_their_images_alone(
             np.testing.assert_allclose(np.asarray(got, np.int16), np.asarray(alone, np.int16), atol=1)
 
 
-@pytest.mark.slow
+@over(slow=["flux2", "qwen"])
 def test_references_on_the_command_line(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -685,7 +704,7 @@ def test_references_on_the_command_line(
     assert main([*words, "-o", "made.png"]) == 0
     with Image.open("made.png") as image:
         made = np.asarray(image)
-    assert made.shape == (48, 80, 3)
+    assert made.shape == ((48, 80, 3) if model.name == "flux2" else (96, 160, 4))
     capsys.readouterr()
     assert main(["info", "made.png", "--json"]) == 0
     (command,) = json.loads(capsys.readouterr().out)["commands"]
@@ -721,7 +740,7 @@ def test_a_run_in_two_parts(model: Model) -> None:
     np.testing.assert_allclose(second.pixels, whole.pixels, atol=1e-4)
 
 
-@over("flux3")
+@over("flux3", "anima")
 def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     """Where an image has a strength or a mask, the run begins from it."""
     image, mask = ONE[0].resize((WIDTH, HEIGHT)), half_mask(WIDTH // 2)
@@ -731,6 +750,43 @@ def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     assert np.abs(near - start).mean() < np.abs(far - start).mean()
     kept = model.ours("a fox", strength=0.9, mask=mask, **asked).pixels[0]
     np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+@over("anima")
+def test_image_to_image_of_anima(model: Model) -> None:
+    """The reference's blocks, which take the mean of what the VAE encodes."""
+    image, asked = picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
+    want = model.reference(image=image, **asked)
+    assert_near(model.draw(image=image, **asked).pixels, want)
+    assert_other(model.draw(image=image, **asked | {"strength": 0.9}).pixels, want)
+
+
+@pytest.mark.parametrize(("down", "up"), [
+    ("text_conditioner.{}.lora_A.weight", "text_conditioner.{}.lora_B.weight"),
+    ("diffusion_model.llm_adapter.{}.lora_A.weight", "diffusion_model.llm_adapter.{}.lora_B.weight"),
+    ("lora_unet_llm_adapter_{}.lora_down.weight", "lora_unet_llm_adapter_{}.lora_up.weight"),
+])  # fmt: skip
+@over("anima")
+def test_lora_of_the_adapter_of_texts(model: Model, tmp_path: Path, down: str, up: str) -> None:
+    """It is a part of the transformer in files of other programs."""
+    layers, rng, arrays = ("blocks.0.cross_attn.v_proj", "blocks.1.mlp.2", "out_proj"), np.random.default_rng(5), Arrays()
+    changed = model.loaded()
+    for layer in layers:
+        *path, last = layer.split(".")
+        place: Any = changed.params["text_conditioner"]
+        for step in path:
+            place = place[step]
+        inner, outer = place[last]["weight"].shape
+        pair = 0.3 * rng.standard_normal((2, inner), np.float32), rng.standard_normal((outer, 2), np.float32)
+        place[last]["weight"] = place[last]["weight"] + (pair[1] @ pair[0]).T
+        name = layer.replace(".", "_") if "lora_unet" in down else layer
+        arrays |= {down.format(name): pair[0], up.format(name): pair[1]}
+    want, asked = model.draw(changed, guidance_scale=1.0).pixels, {"guidance_scale": 1.0}
+    assert_other(model.draw(**asked).pixels, want)
+    model.ours.adapters.load("style", write(tmp_path / "style.safetensors", arrays))
+    got = model.draw(**asked).pixels
+    model.ours.adapters.remove("style")
+    assert_near(got, want)
 
 
 @over("flux-dev")

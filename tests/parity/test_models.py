@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import diffusers
 import jax
@@ -11,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
 
 from canvax.models import blocks
 from canvax.models.clip import text_encoder, text_encoder_spec
@@ -19,14 +24,10 @@ from canvax.models.unet import unet, unet_spec
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from tests.support.random_numbers import normal, rng
 
+from .peer import given
 from .reference import nchw, nhwc, params_of, randomise, relative_error
 
 TOLERANCE = 1e-4
-
-
-def strip(config: object, **changes: object) -> dict[str, object]:
-    """Keyword arguments of the reference class from a canvax config."""
-    return {k: v for k, v in dataclasses.asdict(config).items() if v is not None} | changes
 
 
 SMALL_UNET = UNetConfig(
@@ -64,17 +65,53 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size"), CASES)
-def test_unet(name: str, size: tuple[int, int]) -> None:
-    cfg = UNETS[name]
-    reference = randomise(diffusers.UNet2DConditionModel(**strip(cfg)))
+LOUD = ("norm", "to_q", "to_k", "to_v", "ff.net.0", "proj_out")
+"""What keeps its size in ``quiet`` models: else a branch after a normalisation would be too faint to be compared."""
+
+
+def made(cls: Any, config: object, *, quiet: bool = False) -> Any:
+    """Return a model of the reference.
+
+    A quiet one has its own epsilons, and what makes the inputs of normalisations is scaled down by 1,000: their
+    variances are then as small as an epsilon. With inputs of unit variance an epsilon of 1e-5 in place of 1e-6 is lost
+    in the tolerance.
+    """
+    values = given(config)
+    if not quiet:
+        return randomise(cls(**values))
+    return quieten(randomise(cls(**{name: value for name, value in values.items() if not name.endswith("eps")})))
+
+
+def quieten(module: Any) -> Any:
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if not any(part in name for part in LOUD):
+                p.mul_(1e-3)
+    return module
+
+
+def check_unet(cfg: UNetConfig, size: tuple[int, int], *, quiet: bool = False) -> None:
+    reference = made(diffusers.UNet2DConditionModel, cfg, quiet=quiet)
     params = params_of(reference, unet_spec(cfg))
-    x, text = normal(2, *size, 4), normal(2, 77, 48)
-    t = np.array([981.0, 3.25], np.float32)
+    x, text, t = normal(2, *size, 4), normal(2, 77, 48), np.array([981.0, 3.25], np.float32)
     with torch.no_grad():
         want = nhwc(reference(nchw(x), torch.from_numpy(t), torch.from_numpy(text)).sample)
     got = jax.jit(unet, static_argnums=4)(params, x, t, text, cfg)
     assert relative_error(got, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_unet(name: str, size: tuple[int, int]) -> None:
+    check_unet(UNETS[name], size)
+
+
+def test_epsilon_of_unet() -> None:
+    """1e-5 in its residual blocks and layer normalisations, 1e-6 where a transformer begins."""
+    cfg = dataclasses.replace(
+        UNETS["one_layer"], block_out_channels=(32, 32), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    check_unet(cfg, (8, 8), quiet=True)
 
 
 VAES = {
@@ -95,13 +132,18 @@ VAES = {
         norm_num_groups=8,
         shift_factor=0.6,
     ),
-}
+    "quiet": VaeConfig(
+        block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, layers_per_block=1,
+        up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=16,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VAES)
 def test_vae(name: str) -> None:
+    """With 1e-6 in every group normalisation, in residual blocks, attention and heads alike."""
     cfg = VAES[name]
-    reference = randomise(diffusers.AutoencoderKL(**strip(cfg)))
+    reference = made(diffusers.AutoencoderKL, cfg, quiet=name == "quiet")
     params = params_of(reference, vae_spec(cfg))
     z, image = normal(2, 6, 9, 4), normal(2, 48, 72, 3)
     with torch.no_grad():
@@ -113,14 +155,16 @@ def test_vae(name: str) -> None:
     assert relative_error(logvar, nhwc(posterior.logvar)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("act", ["quick_gelu", "gelu"])
-@pytest.mark.parametrize("skip", [0, 1])
-def test_text_encoder(act: str, skip: int) -> None:
+@pytest.mark.parametrize(("act", "skip", "quiet"), [
+    ("quick_gelu", 0, False), ("quick_gelu", 1, False), ("gelu", 0, False), ("gelu", 1, False), ("quick_gelu", 0, True),
+])  # fmt: skip
+def test_text_encoder(act: str, skip: int, quiet: bool) -> None:
     cfg = ClipTextConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        hidden_act=act,
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=1 if quiet else 3,
+        num_attention_heads=4, hidden_act=act,
     )  # fmt: skip
-    reference = randomise(transformers.CLIPTextModel(transformers.CLIPTextConfig(**strip(cfg))))
+    reference = made(lambda **values: transformers.CLIPTextModel(transformers.CLIPTextConfig(**values)), cfg,
+                     quiet=quiet)  # fmt: skip
     params = params_of(reference, text_encoder_spec(cfg), prefix="text_model.")
     ids = rng.integers(0, 300, (3, 77))
     with torch.no_grad():
@@ -130,43 +174,46 @@ def test_text_encoder(act: str, skip: int) -> None:
     assert relative_error(got, want.numpy()) <= TOLERANCE
 
 
+def compare(reference: Any, spec: Any, ours: Any, *inputs: np.ndarray, **how: Any) -> None:
+    """Demand that a block is that of the reference; inputs [B, H, W, C] are turned for it."""
+    reference = randomise(reference)
+    turned = [nchw(x) if x.ndim == 4 else torch.from_numpy(x) for x in inputs]
+    with torch.no_grad():
+        want = reference(*turned, **how)
+    got = ours(params_of(reference, spec), *map(jnp.asarray, inputs))
+    assert relative_error(got, nhwc(getattr(want, "sample", want))) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 32), (32, 64)])
 def test_resnet_block(inputs: int, outputs: int) -> None:
-    from diffusers.models.resnet import ResnetBlock2D
+    reference = ResnetBlock2D(in_channels=inputs, out_channels=outputs, temb_channels=40, groups=8)
 
-    reference = randomise(ResnetBlock2D(in_channels=inputs, out_channels=outputs, temb_channels=40, groups=8))
-    params = params_of(reference, blocks.resnet_block_spec(inputs, outputs, 40))
-    x, time = normal(2, 9, 7, inputs), normal(2, 40)
-    with torch.no_grad():
-        want = nhwc(reference(nchw(x), torch.from_numpy(time)))
-    got = blocks.resnet_block(params, jnp.asarray(x), jax.nn.silu(time), groups=8, eps=1e-6)
-    assert relative_error(got, want) <= TOLERANCE
+    def ours(p: Any, x: Any, time: Any) -> Any:
+        return blocks.resnet_block(p, x, jax.nn.silu(time), groups=8, eps=1e-6)
+
+    compare(reference, blocks.resnet_block_spec(inputs, outputs, 40), ours, normal(2, 9, 7, inputs), normal(2, 40))
 
 
-@pytest.mark.parametrize("linear_projection", [False, True])
-@pytest.mark.parametrize("upcast", [False, True])
-def test_transformer(linear_projection: bool, upcast: bool) -> None:
-    from diffusers.models.transformers.transformer_2d import Transformer2DModel
-
-    reference = randomise(
-        Transformer2DModel(
-            num_attention_heads=4, attention_head_dim=8, in_channels=32, num_layers=2, norm_num_groups=8,
-            cross_attention_dim=24, use_linear_projection=linear_projection, upcast_attention=upcast,
-        )
+def transformer(*, linear: bool = False, upcast: bool = False) -> tuple[Any, Any, Any]:
+    reference = Transformer2DModel(
+        num_attention_heads=4, attention_head_dim=8, in_channels=32, num_layers=2, norm_num_groups=8,
+        cross_attention_dim=24, use_linear_projection=linear, upcast_attention=upcast,
     )  # fmt: skip
-    params = params_of(reference, blocks.transformer_spec(32, 24, 2, heads=4, linear_projection=linear_projection))
-    x, text = normal(2, 5, 6, 32), normal(2, 77, 24)
-    with torch.no_grad():
-        want = nhwc(reference(nchw(x), torch.from_numpy(text)).sample)
-    seen = blocks.transformer_kv(params, jnp.asarray(text), 4)
-    got = blocks.transformer(params, jnp.asarray(x), seen, heads=4, groups=8, upcast=upcast)
-    assert relative_error(got, want) <= TOLERANCE
+
+    def ours(p: Any, x: Any, text: Any) -> Any:
+        return blocks.transformer(p, x, blocks.transformer_kv(p, text, 4), heads=4, groups=8, upcast=upcast)
+
+    return reference, blocks.transformer_spec(32, 24, 2, heads=4, linear_projection=linear), ours
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("upcast", [False, True])
+def test_transformer(linear: bool, upcast: bool) -> None:
+    compare(*transformer(linear=linear, upcast=upcast), normal(2, 5, 6, 32), normal(2, 77, 24))
 
 
 @pytest.mark.parametrize("padding", [(1, 1), (0, 1)])
 def test_downsample(padding: tuple[int, int]) -> None:
-    from diffusers.models.downsampling import Downsample2D
-
     reference = randomise(Downsample2D(16, use_conv=True, out_channels=16, padding=padding[0], name="op"))
     params = {"conv": params_of(reference.conv, blocks.downsample_spec(16)["conv"])}
     x = normal(2, 9, 8, 16)
@@ -177,97 +224,17 @@ def test_downsample(padding: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", [(10, 14), (9, 13)])
 def test_upsample(size: tuple[int, int]) -> None:
-    from diffusers.models.upsampling import Upsample2D
-
-    reference = randomise(Upsample2D(16, use_conv=True, out_channels=16))
-    params = params_of(reference, blocks.upsample_spec(16))
-    x = normal(2, 5, 7, 16)
-    with torch.no_grad():
-        want = nhwc(reference(nchw(x), output_size=size))
-    assert relative_error(blocks.upsample(params, jnp.asarray(x), *size), want) <= TOLERANCE
-
-
-# Epsilons
-
-
-LOUD = ("norm", "to_q", "to_k", "to_v", "ff.net.0", "proj_out")
-"""What keeps its size in :func:`make_quiet`: else a branch after a normalisation would be too faint to be compared."""
-
-
-def make_quiet(module: torch.nn.Module) -> torch.nn.Module:
-    """Scale what makes the inputs of normalisations down by 1,000: their variances are then as small as an epsilon.
-
-    With inputs of unit variance an epsilon of 1e-5 in place of 1e-6 is lost in the tolerance.
-    """
-    with torch.no_grad():
-        for name, p in module.named_parameters():
-            if not any(part in name for part in LOUD):
-                p.mul_(1e-3)
-    return module
-
-
-def without_epsilon(config: object) -> dict[str, object]:
-    """Arguments of the reference class, whose own epsilons are then used."""
-    return {name: value for name, value in strip(config).items() if not name.endswith("eps")}
-
-
-def test_epsilon_of_unet() -> None:
-    """1e-5 in its residual blocks and layer normalisations, 1e-6 where a transformer begins."""
-    cfg = dataclasses.replace(
-        UNETS["one_layer"], block_out_channels=(32, 32), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
-    reference = make_quiet(randomise(diffusers.UNet2DConditionModel(**without_epsilon(cfg))))
-    params = params_of(reference, unet_spec(cfg))
-    x, text, t = normal(1, 8, 8, 4), normal(1, 7, 48), np.array([500.0], np.float32)
-    with torch.no_grad():
-        want = nhwc(reference(nchw(x), torch.from_numpy(t), torch.from_numpy(text)).sample)
-    got = jax.jit(unet, static_argnums=4)(params, x, t, text, cfg)
-    assert relative_error(got, want) <= TOLERANCE
+    reference = Upsample2D(16, use_conv=True, out_channels=16)
+    compare(reference, blocks.upsample_spec(16), lambda p, x: blocks.upsample(p, x, *size), normal(2, 5, 7, 16),
+            output_size=size)  # fmt: skip
 
 
 def test_epsilon_of_transformer() -> None:
-    from diffusers.models.transformers.transformer_2d import Transformer2DModel
-
-    reference = make_quiet(
-        randomise(
-            Transformer2DModel(
-                num_attention_heads=4, attention_head_dim=8, in_channels=32, norm_num_groups=8, cross_attention_dim=24
-            )
-        )
-    )
-    params = params_of(reference, blocks.transformer_spec(32, 24, 1, heads=4, linear_projection=False))
+    reference, spec, ours = transformer()
+    params = params_of(quieten(randomise(reference)), spec)
     x, text = 1e-3 * normal(2, 5, 6, 32), normal(2, 7, 24)
     with torch.no_grad():
         want = nhwc(reference(nchw(x), torch.from_numpy(text)).sample)
-    seen = blocks.transformer_kv(params, jnp.asarray(text), 4)
-    got = blocks.transformer(params, jnp.asarray(x), seen, heads=4, groups=8, upcast=False)
+    got = ours(params, jnp.asarray(x), jnp.asarray(text))
     # Of what the block adds: x itself passes beside it.
     assert relative_error(got - x, want - x) <= TOLERANCE
-
-
-def test_epsilon_of_vae() -> None:
-    """1e-6 in every group normalisation, in residual blocks, attention and heads alike."""
-    cfg = dataclasses.replace(VAES["sd"], block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2,
-                              up_block_types=("UpDecoderBlock2D",) * 2, layers_per_block=1)  # fmt: skip
-    reference = make_quiet(randomise(diffusers.AutoencoderKL(**without_epsilon(cfg))))
-    params = params_of(reference, vae_spec(cfg))
-    z, image = normal(1, 4, 5, 4), normal(1, 8, 10, 3)
-    with torch.no_grad():
-        decoded = nhwc(reference.decode(nchw(z) / cfg.scaling_factor).sample)
-        mean = nhwc(reference.encode(nchw(image)).latent_dist.mean)
-    assert relative_error(jax.jit(vae_decode, static_argnums=2)(params, z, cfg), decoded) <= TOLERANCE
-    assert relative_error(jax.jit(vae_encode, static_argnums=2)(params, image, cfg)[0], mean) <= TOLERANCE
-
-
-def test_epsilon_of_text_encoder() -> None:
-    cfg = ClipTextConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
-    )
-    reference = make_quiet(randomise(transformers.CLIPTextModel(transformers.CLIPTextConfig(**without_epsilon(cfg)))))
-    params = params_of(reference, text_encoder_spec(cfg), prefix="text_model.")
-    ids = rng.integers(0, 300, (2, 77))
-    with torch.no_grad():
-        want = reference(torch.from_numpy(ids)).last_hidden_state
-    got = jax.jit(text_encoder, static_argnums=2)(params, ids, cfg)
-    assert relative_error(got, want.numpy()) <= TOLERANCE

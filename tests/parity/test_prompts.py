@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import compel
-import jax
 import numpy as np
 import pytest
 import torch
 import transformers
 
 import canvax
-from canvax.parallel.mesh import make_mesh
 from canvax.prompts import fragments
+from tests.support.drawing import one_device
 
-from .test_pipeline import build
+from .peer import build
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, canvax.Pip
     folder: Path = build(tmp_path_factory.mktemp("model") / "m", "epsilon")
     text = transformers.CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
     tokenizer = transformers.CLIPTokenizer.from_pretrained(folder / "tokenizer")
-    return tokenizer, text, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    return tokenizer, text, canvax.load(folder, dtype="float32", mesh=one_device())
 
 
 def features(tokenizer: Any, text: Any, pieces: list[tuple[str, float]]) -> tuple[np.ndarray, np.ndarray]:

@@ -24,8 +24,9 @@ from canvax.samplers import SamplerTable, build_table, from_scheduler_config
 from canvax.samplers.table import SLOTS, run
 from tests.support.random_numbers import rng
 
+from .peer import given
 from .reference import nchw, nhwc, params_of, randomise, relative_error
-from .test_models import SMALL_UNET, strip
+from .test_models import SMALL_UNET
 
 SCHEDULER = from_scheduler_config({"_class_name": "DDIMScheduler", "clip_sample": False})
 STEPS, GUIDANCE = 9, 3.0
@@ -35,7 +36,7 @@ class Overlooking:
     """diffusers' UNet with guidance, whose deep features are kept and forecast as a published schedule says."""
 
     def __init__(self, cfg: UNetConfig, layers: int, reuse: int) -> None:
-        self.unet: Any = randomise(diffusers.UNet2DConditionModel(**strip(cfg)))
+        self.unet: Any = randomise(diffusers.UNet2DConditionModel(**given(cfg)))
         resnets: list[Any] = [resnet for block in self.unet.up_blocks for resnet in block.resnets]
         widths = [cfg.block_out_channels[-1], *(resnet.out_channels for resnet in resnets)]
         self.channels = widths[len(resnets) - layers]

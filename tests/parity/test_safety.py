@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -25,6 +24,7 @@ from canvax.models.clip_vision import MEAN, STD, vision_encoder, vision_encoder_
 from canvax.models.configs import ClipVisionConfig
 from canvax.pipelines import safety
 from canvax.weights.location import BUNDLED, Location
+from tests.support.drawing import one_device
 
 from .reference import params_of, randomise, relative_error
 
@@ -133,7 +133,7 @@ def test_limits(seed: int) -> None:
 def test_refused_images_are_black(
     model: tuple[Path, StableDiffusionSafetyChecker], emoji: canvax.Pipeline, tmp_path: Path
 ) -> None:
-    mesh = canvax.make_mesh(jax.devices()[:1])
+    mesh = one_device()
     checker = canvax.load(model[0], safety_checker=True, mesh=mesh, progress=False).safety_checker
     assert checker is not None
     assert canvax.load(model[0], mesh=mesh, progress=False).safety_checker is None

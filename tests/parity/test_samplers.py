@@ -130,10 +130,6 @@ def test_zero_terminal_snr(name: str, prediction: str) -> None:
             compare(build_table(scheduler, steps), name, config, steps)
 
 
-def network(row: int, seen: np.ndarray) -> np.ndarray:
-    return np.tanh(2 * seen + row) + 0.3 * seen
-
-
 CHECKPOINTS = {
     "stable-diffusion-v1-5": {
         "_class_name": "PNDMScheduler",

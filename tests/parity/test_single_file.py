@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import jax
 import numpy as np
 import pytest
 import torch
@@ -33,32 +32,16 @@ from canvax.weights.entries import Entry
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Layout, single_files
-from tests.support.ldm_files import hf, ldm_unet, ldm_vae, model, open_clip, write_folder, write_single
+from tests.support.drawing import one_device
+from tests.support.ldm_files import hf, ldm_unet, ldm_vae, open_clip
 
 QUIET = canvax.Options(progress=False)
 KINDS = ("sd1", "sd2", "xl", "refiner")
 Made = Callable[[str], tuple[Path, Path]]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The folder and the single file of a kind of model, each written once."""
-    done: dict[str, tuple[Path, Path]] = {}
-
-    def make(kind: str) -> tuple[Path, Path]:
-        if kind not in done:
-            folder, parts = tmp_path_factory.mktemp(kind), model(kind)
-            done[kind] = (
-                write_folder(folder / "model", kind, parts),
-                write_single(folder / "model.safetensors", kind, parts),
-            )
-        return done[kind]
-
-    return make
-
-
 def load(path: Path) -> canvax.Pipeline:
-    return canvax.load(path, mesh=canvax.make_mesh(jax.devices()[:1]), dtype="float32", progress=False)
+    return canvax.load(path, mesh=one_device(), dtype="float32", progress=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,10 +31,11 @@ from canvax.train.lora import Lora, train_lora
 from canvax.train.pictures import METADATA
 from canvax.train.task import Subject, Training
 from canvax.train.textual_inversion import Inversion, train_inversion
+from tests.support.drawing import one_device
 from tests.support.small_sdxl import build as build_xl
 
+from .peer import build
 from .reference import nchw, psnr
-from .test_pipeline import build
 
 STEPS, BATCH = 20, 2
 PLAN = Plan(
@@ -111,10 +112,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training:
     size = 128 if model.name.startswith(("sd", "v")) else 64
     return Training(model, pictures, folder, **{"plan": PLAN, "size": size, "empty": 0.25, **more})
-
-
-def one_device() -> Any:
-    return canvax.make_mesh(jax.devices()[:1])
 
 
 def losses(folder: Path) -> list[float]:

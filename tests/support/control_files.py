@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from canvax.models.configs import UNetConfig
 from canvax.models.controlnet import ControlNet, HintConfig
@@ -59,3 +60,9 @@ def adapter(folder: Path, pipe: Any, seed: int = 2, **changes: Any) -> Path:
     whole = dataclasses.asdict(AdapterConfig.from_dict(config)) | {"_class_name": "T2IAdapter"}
     save_component(folder, Component("", spec, "diffusers"), init_params(spec, seed), whole)
     return folder
+
+
+def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    """Return white lines on black."""
+    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
+    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")

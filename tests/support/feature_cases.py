@@ -19,7 +19,7 @@ from canvax import ImagePrompt
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.safety import SafetyChecker, load_safety_checker
 from canvax.weights.location import Location
-from tests.support import small_sdxl
+from tests.support import control_files, small_sdxl
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import adapter, controlnet, union
 from tests.support.covering import Row
@@ -87,8 +87,7 @@ def photo(seed: int, width: int = WIDTH) -> Image.Image:
 
 @cache
 def edges(seed: int) -> Image.Image:
-    lines = np.random.default_rng(seed).random((HEIGHT // 8, WIDTH // 8)) > 0.7
-    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
+    return control_files.edges(seed, (WIDTH, HEIGHT))
 
 
 @cache

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 
@@ -60,6 +60,11 @@ class HubImitation:
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    def put(self, name: str, files: dict[str, bytes], **more: Any) -> str:
+        """A new repository of one commit; returns its sha."""
+        self.repositories[name] = Repository(**more)
+        return self.repositories[name].commit("main", files)
 
     @property
     def url(self) -> str:

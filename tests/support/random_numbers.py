@@ -1,4 +1,4 @@
-"""Random numbers of tests. Each test begins with the same ones, in any order and alone (``tests/conftest.py``)."""
+"""Random numbers of tests. Each test begins with the same ones, in any order and alone (``conftest.py``)."""
 
 from __future__ import annotations
 

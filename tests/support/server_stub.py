@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from PIL import Image
@@ -54,9 +55,11 @@ class StubEngine:
         shelf: adapters of each.
         words: textual inversions of all.
         starting: how far it is, while it accepts no job.
+        watched: whether jobs begin when somebody watches them.
     """
 
     starting = ""
+    watched = False
 
     cards: tuple[ModelCard, ...] = (CARD,)
     shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (AdapterCard("ink", "ink-v1", "ink.safetensors"),)}
@@ -72,7 +75,24 @@ class StubEngine:
         self.refusal: Rejected | None = None
         self.fails: tuple[str, str] | None = None
         self.pace = pace
+        self._go_on = threading.Event()
+        self._go_on.set()
         self.book = JobStore(metrics or Metrics(), journal, 600.0, lambda job: None)
+
+    def renew(self, other: StubEngine) -> None:
+        """Become as another one is."""
+        for name in vars(self).keys() - vars(other).keys():
+            delattr(self, name)
+        vars(self).update(vars(other))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Jobs stop after a step, and go on at the end of this."""
+        self._go_on.clear()
+        try:
+            yield
+        finally:
+            self._go_on.set()
 
     def models(self) -> Sequence[ModelCard]:
         return self.cards
@@ -119,8 +139,12 @@ class StubEngine:
         self.book.end(job, Status.CANCELLED)
 
     def _run(self, job: Job) -> None:
-        time.sleep(self.pace)
-        job.tell(Changed(Status.RUNNING))
+        go_on = self._go_on
+        while self.watched and not job._watchers:
+            time.sleep(0.001)
+        with self.book.lock:
+            if not job.status.over:
+                job.tell(Changed(Status.RUNNING))
         for step in range(job.pictures[0].steps):
             time.sleep(self.pace)
             if job.status.over:
@@ -131,6 +155,9 @@ class StubEngine:
                 if step < job.request.previews:
                     data = drawn(picture.seed, (16, 16), "jpeg")
                     job.tell(Previewed(picture.index, step + 1, picture.steps, data, "image/jpeg", step))
+            go_on.wait()
+        if job.status.over:
+            return
         if self.fails:
             self.book.fail(job, *self.fails)
             return

@@ -36,7 +36,7 @@ GOOGLE = "0x1ae0"
 """The vendor of TPUs, by which JAX looks for them."""
 
 Command = Callable[[list[str], dict[str, Any]], None]
-"""Runs arguments and fills a dict, the report, as it goes, so that the report is of use after a failure too."""
+"""A function that runs arguments and fills a dict, the report, on the way, so that a failed command has one too."""
 
 
 def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
         return code or FAILED
     at_work = any(thread.name.startswith("canvax") for thread in threading.enumerate())
     if argv is None and (at_work or (code == INTERRUPTED and "jax" in sys.modules)):
-        # A normal exit would wait minutes for the compiler, or take what it works on away from under it.
+        # A normal exit would wait minutes for the compiler, or free memory that it still uses.
         with suppress(OSError, AttributeError):
             sys.stderr.flush()  # type: ignore[union-attr]
         os._exit(code)
@@ -112,7 +112,7 @@ def without_missing_tpu() -> None:
 
 
 def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """Run a command; returns its exit code, and the error if there was one."""
+    """Run a command; return its exit code, and the error if there was one."""
     debug = debugging()
     try:
         run(arguments, report)
@@ -138,12 +138,12 @@ def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tupl
 
 
 def debugging() -> bool:
-    """Whether tracebacks are wanted."""
+    """Return True if tracebacks are requested."""
     return os.environ.get("CANVAX_DEBUG", "") not in ("", "0")
 
 
 def _setting_of_jax(error: Exception) -> str:
-    """The variable of the environment that JAX refuses when it is imported, with its value; "" if it is not that."""
+    """Return the variable of the environment that JAX refuses in its import, with its value; "" for other errors."""
     match = re.search(r"environment '(JAX_\w+)'|JAX flag (jax_\w+)", str(error))
     name = (match[1] or match[2]).upper() if match else ""
     return f"{name}={os.environ[name]!r:.80} cannot be used" if name in os.environ else ""
@@ -154,7 +154,7 @@ def _error(kind: str, message: str) -> dict[str, Any]:
 
 
 def _unexpected(error: Exception) -> str:
-    """One line for an unexpected error, and what to do about it."""
+    """Describe an unexpected error in one line, with advice."""
     first = (str(error).strip().splitlines() or [""])[0]
     if is_out_of_memory(error):
         return (

@@ -1,4 +1,4 @@
-"""Adapters on the command line: ``--lora``, ``--lora-dir``, ``--embedding``; what ``canvax info`` tells of a file."""
+"""Adapters on the command line: ``--lora``, ``--lora-dir``, ``--embedding``; their lines in ``canvax info``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:
-    """Flags of adapters."""
+    """Add the flags of adapters."""
     group = parser.add_argument_group("adapters")
     group.add_argument(
         "--lora", action="append", default=[], metavar="FILE[:WEIGHT]",
         help="a LoRA or one of its relatives: a file, a folder or a Hub id; several times for several",
     )  # fmt: skip
-    group.add_argument("--lora-dir", metavar="FOLDER", help="where <lora:name:0.8> in prompts finds its files")
+    group.add_argument("--lora-dir", metavar="FOLDER", help="folder of the files for <lora:name:0.8> in prompts")
     group.add_argument(
         "--embedding", action="append", default=[], metavar="FILE",
         help="a textual inversion; its word is the name in the file, or the file's own",
@@ -38,7 +38,7 @@ def check_adapters(arguments: argparse.Namespace) -> None:
     """Refuse flags of adapters that cannot be used, before a model is opened.
 
     Raises:
-        InputError, CheckpointError: naming the flag.
+        InputError, CheckpointError: a flag cannot be used.
     """
     from canvax.weights.open import EMBEDDING_FILES, LORA_FILES, check_adapter
 
@@ -61,7 +61,7 @@ def check_adapters(arguments: argparse.Namespace) -> None:
 
 
 def split_weight(text: str) -> tuple[str, float]:
-    """``FILE:0.8`` as a name and a weight, by default 1."""
+    """Split ``FILE:0.8`` into a name and a weight, by default 1."""
     name, colon, number = text.rpartition(":")
     try:
         return (name, float(number)) if colon else (text, 1.0)
@@ -70,7 +70,7 @@ def split_weight(text: str) -> tuple[str, float]:
 
 
 def load_adapters(pipe: Pipeline, arguments: argparse.Namespace) -> None:
-    """Load what the flags name."""
+    """Load the adapters that the flags name."""
     hub = {name: getattr(arguments, name) for name in ("cache_dir", "local_files_only")}
     for text in arguments.lora:
         source, weight = split_weight(text)
@@ -98,7 +98,7 @@ def load_adapters(pipe: Pipeline, arguments: argparse.Namespace) -> None:
 
 
 def load_named(pipe: Pipeline, calls: Sequence[Call], arguments: argparse.Namespace) -> None:
-    """Load the textual inversions of the folder of models that the prompts of calls name; say which do not fit."""
+    """Load the textual inversions of the folder of models that prompts name; print those that do not fit."""
     from canvax.pipelines.texts import texts_of
     from canvax.tokenizers.clip import words_in
     from canvax.weights.embeddings import read_word
@@ -119,7 +119,7 @@ def load_named(pipe: Pipeline, calls: Sequence[Call], arguments: argparse.Namesp
 
 
 def info_lines(report: Mapping[str, Any]) -> list[str]:
-    """What ``canvax info`` shows of an adapter."""
+    """Return the lines of ``canvax info`` about an adapter."""
     parts = [f"{count} of {name}" for name, count in report["parts"].items()]
     ranks = report["ranks"]
     family = report["family"] or (f"text of width {report['text_width']}" if report["text_width"] else "unknown")

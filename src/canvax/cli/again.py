@@ -1,4 +1,4 @@
-"""The command line that generates an image again, made of the image's metadata, and what it cannot repeat."""
+"""Make the command line that generates an image again from its metadata, and name the settings that it loses."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def vae_lost(metadata: Mapping[str, Any]) -> list[str]:
 def recorded_model(metadata: Mapping[str, Any]) -> Any:
     """Return the model of an image as ``--model`` takes it, or None.
 
-    Other programs name a file without its folder, and canvax writes ``./`` in place of the folder. Where that file
-    is missing, it is searched in the folder of models, and found if only one file has the name.
+    Other programs name a file without its folder, and canvax writes ``./`` instead of the folder. If the file is
+    missing there, it is searched in the folder of models, where only one file may have the name.
     """
     model, ours = metadata.get("model"), "canvax" in metadata
     if not isinstance(model, str):
@@ -143,7 +143,7 @@ def _called(metadata: Mapping[str, Any], part: str) -> str:
 
 
 def is_lost(metadata: Mapping[str, Any]) -> bool:
-    """Whether the user has to name the model of an image."""
+    """Return True if the user has to name the model of an image."""
     return recorded_model(metadata) is None and (bool(metadata.get("model")) or "canvax" not in metadata)
 
 
@@ -208,7 +208,7 @@ def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapters_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a clause for each adapter and each word that flags may not load as it was."""
+    """Yield a clause for each adapter and each word that flags may load from another file."""
     for name, entry in table_in(metadata, "adapters").items():
         weight = entry.get("weight") if isinstance(entry, dict) else None
         if not is_weight(weight):

@@ -1,4 +1,4 @@
-"""The command line's parser. It takes the flag names of diffusers and those of A1111 and its relatives."""
+"""The parser of the command line. It also takes the flag names of diffusers, A1111 and related programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ examples:
   canvax sheet "a cat" --lora ink.safetensors --x lora=0,0.5,1 --y vae=owner/one,owner/two
 """
 _BATCH_EXAMPLES = """
-A row has a prompt and what else it wants to say: id, seed, steps, sampler, guidance_scale, width, negative_prompt, ...
+A row has a prompt and further settings: id, seed, steps, sampler, guidance_scale, width, negative_prompt, ...
   {"id": "fox-1", "prompt": "a fox in the snow", "seed": 7, "steps": 30}
 
 examples:
@@ -78,7 +78,7 @@ is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt":
 
 
 class _Version(argparse.Action):
-    """Prints versions without starting a JAX backend, or even importing JAX."""
+    """An action that prints versions without starting a JAX backend, or even importing JAX."""
 
     def __call__(self, *_: Any) -> NoReturn:
         say(", ".join(f"{name} {number}" for name, number in versions().items()))
@@ -86,7 +86,7 @@ class _Version(argparse.Action):
 
 
 def versions() -> dict[str, str]:
-    """Versions of canvax, JAX and Python."""
+    """Return the versions of canvax, JAX and Python."""
     numbers = {"canvax": __version__}
     for name in ("jax", "jaxlib"):
         try:
@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Words after ``--`` are prompts, whatever they start with.
 
-    The ``write`` of what it returns writes an argument as its flag, for errors.
+    The result's ``write`` writes an argument as its flag, for errors.
 
     Raises:
         InputError: an argument is unknown or malformed.
@@ -133,7 +133,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> Parser:
-    """The parser of the whole command."""
+    """Return the parser of the whole command."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="canvax",
@@ -171,7 +171,7 @@ def build_parser() -> Parser:
         "compile",
         help="compile a model's programs in advance",
         description="Compile the programs of a model and cache them, without reading its weights or generating "
-        "anything.",
+        "images.",
     ))  # fmt: skip
     _convert(commands.add_parser(
         "convert",
@@ -184,7 +184,7 @@ def build_parser() -> Parser:
     _info(commands)
     _plan(commands.add_parser(
         "plan",
-        help="will a model fit on a TPU or GPU, and how long would it take? (no device needed)",
+        help="estimate whether a model fits on a TPU or GPU, and its time (no device needed)",
         description="Compile a model for TPUs or GPUs that this machine does not have, and report memory, FLOPs and "
         "collectives; for TPUs also the compiler's estimate of the time. Needs pip install '.[tpu]' or '.[cuda]'. "
         "Reads no weights.",
@@ -193,7 +193,7 @@ def build_parser() -> Parser:
     ))  # fmt: skip
     _bench(commands.add_parser(
         "bench",
-        help="how fast this machine generates images",
+        help="measure how fast this machine generates images",
         description="Time whole images, from text to pixels, on this machine. Compile time is reported separately.",
         epilog=_BENCH_EXAMPLES,
         formatter_class=plain,
@@ -212,7 +212,7 @@ def _info(commands: Any) -> None:
     info = commands.add_parser(
         "info",
         help="describe a model or an image",
-        description="Describe a model (only headers are read), or tell how an image was generated.",
+        description="Describe a model (only headers are read), or show how an image was generated.",
     )
     info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
     _memory(info)
@@ -220,13 +220,13 @@ def _info(commands: Any) -> None:
         name: f"with --memory: {described(declared(Load)[name])}" for name in ("dtype", "quantize", "precision", "mesh")
     })  # fmt: skip
     info.add_argument(
-        "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
+        "--prompts", dest="concepts", action="store_true", help="list the concepts that a small model can generate"
     )
     add_report(info, quiet="")
 
 
 def _derived(commands: Any, plain: Any) -> None:
-    """Commands over ``generate``."""
+    """Add the commands that derive from ``generate``."""
     sheet = commands.add_parser(
         "sheet",
         usage="canvax sheet PROMPT --x NAME=VALUES [--y NAME=VALUES] [flags]",
@@ -248,23 +248,23 @@ def _derived(commands: Any, plain: Any) -> None:
     upscale = commands.add_parser(
         "upscale",
         usage="canvax upscale IMAGE [--scale X] [-p PROMPT] [flags]",
-        help="make an image larger, with details that the model adds",
-        description="Make an image larger and go over it tile by tile at the size the model was trained for.",
+        help="enlarge an image, with details that the model adds",
+        description="Enlarge an image and refine it tile by tile at the size that the model was trained for.",
     )
     add_upscale(upscale)
     control = commands.add_parser(
         "control",
         usage="canvax control KIND IMAGE OUTPUT [flags]",
-        help="make a control image, such as edges, of an image",
-        description="Make a control image of an image, for canvax generate --control.",
+        help="make a control image, such as edges, from an image",
+        description="Make a control image from an image, for canvax generate --control.",
     )
     add_control(control)
     batch = commands.add_parser(
         "batch",
         usage="canvax batch FILE --output FOLDER [flags]",
-        help="generate the images of a file of prompts, however many; the same command goes on where it stopped",
+        help="generate the images of a file of prompts; the same command resumes a stopped job",
         description="Generate an image for each row of a file. A row that cannot be generated becomes a line with its "
-        "error in manifest.jsonl. Stop it as you like: the same command goes on.",
+        "error in manifest.jsonl. The same command resumes a stopped job.",
         epilog=_BATCH_EXAMPLES,
         formatter_class=plain,
     )
@@ -291,7 +291,7 @@ def _size(group: Any, *, several: bool = False) -> None:
     add_flags(group, Call, names=("width", "height"))
     words = "width x height in pixels, for example 1024x768"
     if several:
-        group.add_argument("--size", nargs="+", metavar="WxH", help=f"{words}; several for several")
+        group.add_argument("--size", nargs="+", metavar="WxH", help=f"{words}; one or more")
     else:
         group.add_argument("--size", action=_Size, default=argparse.SUPPRESS, metavar="WxH", help=words)
 
@@ -318,7 +318,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     _references(parser)
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_networks(networks)
-    add_load(parser, without=("model", "safety_checker", "offload"))  # with which programs are the same
+    add_load(parser, without=("model", "safety_checker", "offload"))  # programs do not depend on it
     add_report(parser)
 
 
@@ -392,5 +392,5 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Call, names=("num_inference_steps",))
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
-    add_load(parser, without=("model", "safety_checker"))  # which takes time that is not the model's
+    add_load(parser, without=("model", "safety_checker"))  # its time is not the model's
     add_report(parser)

@@ -1,4 +1,4 @@
-"""``canvax batch``: generates the images of a file of prompts, and resumes where it was stopped."""
+"""``canvax batch``: generate the images of a file of prompts, and resume an interrupted job."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def _share(text: str | None) -> tuple[int, int]:
 
 
 def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], load: Load) -> None:
-    """Refuse settings with which no row can be generated, before any weights are read."""
+    """Refuse settings that no row can use, before any weights are read."""
     from canvax.scale.work import call_of
 
-    # To which rows may add theirs.
+    # Rows may add their own settings.
     files = ("image", "mask", "reference", "control", "control_from", "ip_image", "ip_mask")
     call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
     if "ip_mask" in defaults and "ip_image" not in defaults and not arguments.ip_adapter:

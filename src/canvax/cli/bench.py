@@ -1,4 +1,4 @@
-"""``canvax bench``: how fast this machine generates images. Compile time is reported separately."""
+"""``canvax bench``: measure how fast this machine generates images. Compile time is reported separately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "image to image at strength 0.5": {"strength": 0.5, "mask": None},
     "inpainting": {"strength": 1.0},
 }
-"""What --tasks times besides text to image."""
+"""The tasks of --tasks that are timed in addition to text to image."""
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -58,14 +58,14 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _half(pixels: HostArray) -> HostArray:
-    """A mask [H, W] of its upper half."""
+    """Return a mask [H, W] of the upper half."""
     mask = np.zeros(pixels.shape[:2], np.float32)
     mask[: len(mask) // 2] = 1
     return mask
 
 
 def _beside(results: list[Any], others: list[Any]) -> dict[str, float]:
-    """Medians of a task's time over that of text to image: of a batch, of its denoising, and of an evaluation."""
+    """Return the median ratios of a task's time to that of text to image: batch, denoising, evaluation."""
     pairs = [(ours.timings, other.timings) for ours, other in list(zip(results, others, strict=True))[1:]]
     return {
         name: statistics.median(other[key] / ours[key] for ours, other in pairs)
@@ -74,7 +74,7 @@ def _beside(results: list[Any], others: list[Any]) -> dict[str, float]:
 
 
 def _figures(pipe: Any, results: list[Any], batch: int) -> dict[str, Any]:
-    """Medians over all results but the first, and the share of the devices' peak FLOP/s."""
+    """Return the medians over all results except the first, and the share of the devices' peak FLOP/s."""
     from canvax.kernels.target import compiling_for
     from canvax.planning.chips import peak_flops
     from canvax.planning.flops import evaluation_flops
@@ -103,7 +103,7 @@ def _figures(pipe: Any, results: list[Any], batch: int) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report as lines of text."""
+    """Return the report as lines of text."""
     device, share = report["device"], report["share_of_peak"]
     spread = f"({min(report['seconds']):.3g}-{max(report['seconds']):.3g})"
     rows = [

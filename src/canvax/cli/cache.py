@@ -1,4 +1,4 @@
-"""``canvax cache``: lists or clears the cache of compiled programs. Starts no JAX backend."""
+"""``canvax cache``: list or clear the cache of compiled programs. It starts no JAX backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """List the cache, print its folder, or clear it."""
     days = arguments.older_than
     if days is not None and (arguments.action != "clear" or not 0 <= days < math.inf):
-        raise InputError("older_than", "is a number of days from 0, and goes with canvax cache clear", value=days)
+        raise InputError("older_than", "is a number of days from 0, for canvax cache clear", value=days)
     folder = cache.cache_path()
     report["folder"] = None if folder is None else str(folder)
     if folder is None:

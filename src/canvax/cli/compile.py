@@ -1,4 +1,4 @@
-"""``canvax compile``: compiles the programs of a model in advance."""
+"""``canvax compile``: compile the programs of a model in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``canvax control``: makes a control image of an image."""
+"""``canvax control``: make a control image from an image."""
 
 from __future__ import annotations
 

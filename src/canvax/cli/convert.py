@@ -1,4 +1,4 @@
-"""``canvax convert``: writes a model in another form, and prints its name."""
+"""``canvax convert``: write a model in another form, and print its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``canvax generate``: generates images and prints their file names."""
+"""``canvax generate``: generate images and print their file names."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Destination:
             raise InputError("output", "exists and is not replaced", cure="choose another name", value=path)
         check_writable("output", path.parent if is_file else path)
         if not is_file:
-            unique_path(path, 0)  # which looks into the folder, as saving will
+            unique_path(path, 0)  # it reads the folder, as saving will
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
             raise InputError("preview", "is the same file as --output", value=preview)
@@ -193,7 +193,7 @@ def _size(call: Call) -> tuple[int | None, int | None]:
 
 
 def check_batch_size(size: int | None) -> None:
-    """Refuse what no batch can have."""
+    """Refuse batch sizes that are too large or too small."""
     if size is not None and not 1 <= size <= 1_000_000:
         raise InputError("batch_size", "is not a whole number in 1..1000000", value=size)
 
@@ -307,7 +307,7 @@ def _save_all(
     where: Destination,
     report: dict[str, Any],
 ) -> list[Image]:
-    """Save the images of each batch; returns all of them if a grid was asked for, else an empty list."""
+    """Save the images of each batch; return all of them if a grid was asked for, else an empty list."""
     from canvax.compile.monitor import process_age
 
     evaluations, images = 0.0, []

@@ -1,4 +1,4 @@
-"""This module declares the flags of ``canvax generate``, and those of models that other commands share."""
+"""The flags of ``canvax generate``, and those of models that other commands share."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax upscale``."""
     parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP of any size")
     add_flags(parser, Enlarging, names=("scale", "strength", "overlap"))
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="what the image shows")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="text that fits every part of the image")
     add_flags(parser, Call, names=("negative_prompt", "seed"), help={"seed": "seed (-1, the default: random)"})
     group = parser.add_argument_group(
         "with a network for which each tile is a control image, such as a tile ControlNet"
     )
     add_flags(group, Load, group=CONTROL)
     add_flags(group, OptionRecord, group=CONTROL)
-    group = parser.add_argument_group("how each tile begins from the image")
+    group = parser.add_argument_group("image to image of each tile")
     add_flags(group, OptionRecord, names=("strength_rule", "image_encoding"))
     _add_groups(parser, SAMPLING, SDXL)
     for add in (add_load, add_adapters, _processes, _where_to):
@@ -73,25 +73,25 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
 def add_batch(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax batch``."""
     parser.add_argument("file", metavar="FILE", help="rows: .jsonl, .csv, .parquet, or .txt with a prompt a line")
-    group = parser.add_argument_group("settings of rows that do not say otherwise")
+    group = parser.add_argument_group("settings of rows that lack them")
     add_flags(group, Call, names=("negative_prompt", "height", "width"))
     group.add_argument(
-        "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
+        "-s", "--seed", type=int, default=0, metavar="SEED", help="seed of rows without one, combined with their id"
     )
     _add_groups(parser, IMAGE, CONTROL, PROMPTS, SAMPLING, HIRES, SDXL)
     for add in (add_load, add_adapters, _processes):
         add(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new one, or one to go on in")
+    group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="new folder, or that of a job to resume")
     group.add_argument(
         "--into", choices=["files", "tar", "parquet"], default="files",
         help="a file for each image (the default), or shards: webdataset's tar files, or Parquet",
     )  # fmt: skip
     group.add_argument("--shard-size", type=int, metavar="N", help="images of a shard (1000)")
-    group.add_argument("--format", choices=["png", "webp", "jpg"], default="png", help="of images (png)")
+    group.add_argument("--format", choices=["png", "webp", "jpg"], default="png", help="format of images (png)")
     group.add_argument("--quality", type=int, metavar="N", help="1..100, of jpg (95) and webp (lossless)")
     group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")
-    group.add_argument("--retry-errors", action="store_true", help="rows that failed in an earlier run again")
+    group.add_argument("--retry-errors", action="store_true", help="generate rows again that failed in an earlier run")
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
     add_report(group, "print one JSON object: images, errors, images a second, ...")
     group = parser.add_argument_group("on a cluster")
@@ -132,8 +132,8 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", metavar="KIND", help="canny, invert, threshold or blur")
     parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP")
     parser.add_argument("output", metavar="OUTPUT", help="the file to write: .png, .jpg or .webp")
-    parser.add_argument("--low", type=float, metavar="X", help="canny: gradients that go on with an edge (100)")
-    parser.add_argument("--high", type=float, metavar="X", help="canny: gradients that are edges (200)")
+    parser.add_argument("--low", type=float, metavar="X", help="canny: smallest gradient that continues an edge (100)")
+    parser.add_argument("--high", type=float, metavar="X", help="canny: smallest gradient that begins an edge (200)")
     parser.add_argument("--at", type=float, metavar="X", help="threshold: the darkest white (127)")
     parser.add_argument("--radius", type=float, metavar="PIXELS", help="blur: its standard deviation (9)")
     add_report(parser, quiet="")
@@ -161,6 +161,6 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
         help=f"a folder, or NAME.png, .jpg or .webp for one image; with --grid, for the grid ({OUTPUT})",
     )
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
-    group.add_argument("--preview", metavar="FILE", help="show in this image file what is being generated")
+    group.add_argument("--preview", metavar="FILE", help="image file that shows the images while they are generated")
     group.add_argument("--grid", action="store_true", help="also write all images as one grid")
     add_report(group, "print one JSON object: files, seeds, timings, ...")

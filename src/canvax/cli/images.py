@@ -1,4 +1,4 @@
-"""This module makes a checked call of each image that a command line asks for, before any model is opened."""
+"""Make a checked call of each image that a command line asks for, before any model is opened."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 OPTIONS = tuple(offered(Options, "command"))
 SETTINGS = (*(name for name in offered(Call, "command") if name != "prompt"), *declared(FromFiles), *OPTIONS)
-"""What flags, prompt files and PNG metadata may set for an image besides its prompt."""
+"""Settings of an image, in addition to its prompt, that flags, prompt files and PNG metadata may have."""
 
 _MAX_PROMPT_FILE = 64 << 20
 
 _OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "controlnet", "ip_adapter", *OF_MODEL}
-"""Flags that hold for a whole command, so that a line of a prompt file cannot set them."""
+"""Flags of a whole command, which a line of a prompt file cannot set."""
 ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items() if also not in _OF_ALL}
 
 
 def shared(call: Call) -> tuple[Any, ...]:
-    """Return what images of one batch have in common. SDXL treats no negative prompt unlike an empty one."""
+    """Return the settings that images of one batch share. SDXL distinguishes no negative prompt from an empty one."""
     settings = (call.height, call.width, call.num_inference_steps, call.guidance_scale, call.sampler, call.options)
     absent = (call.negative_prompt is None, call.image is None, call.mask is None)
     return *settings, *absent, call.strength, *structure(call)
@@ -109,7 +109,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             prompt_files(call.image_prompt)
             images = (call.image, call.mask, call.strength, height, width, call.options, call.control)
             if images not in sizes:  # each file is read once
-                if is_alone(call, call.options):  # the model decides what becomes of it: see ``sized``
+                if is_alone(call, call.options):  # the model decides its size: see ``sized``
                     read_images("image", call.image, images_of(call))
                     source = None
                 elif isinstance(call.image, tuple):
@@ -140,7 +140,7 @@ def images_of(call: Call) -> int:
 
 
 def sized(calls: Sequence[Call], model: Model) -> list[Call]:
-    """Return the calls with the sizes that a model makes of their images.
+    """Return the calls with the sizes that the model gives their images.
 
     Raises:
         InputError: an image cannot be used.
@@ -193,7 +193,7 @@ def check_table(call: Call, scheduler: Scheduler | None) -> None:
         scheduler: the model's; None if the model is not on disk yet. Then checks that need it are left out.
 
     Raises:
-        InputError: naming the setting.
+        InputError: a setting cannot be used.
     """
     options, sampler, known = call.options, call.sampler, scheduler is not None
     settings = options.settings if sampler is not None or known else None

@@ -1,4 +1,4 @@
-"""``canvax info``: describes a model, or how an image was generated. Reads headers only."""
+"""``canvax info``: describe a model, or how an image was generated. Only headers are read."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     kind = "an image" if is_image else part.kind_name if part else ""
     is_model = not kind
     names = (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS
-    _refuse_flags(
-        arguments, names, "it goes with --memory; add that" if is_model else f"{path} is {kind}; leave it out"
-    )
+    _refuse_flags(arguments, names, "it needs --memory; add that" if is_model else f"{path} is {kind}; leave it out")
     if is_image:
         report |= image_info(path, arguments.data_dir)
         lines = _image_lines(report)
@@ -105,10 +103,10 @@ def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], cure: str
 
 
 def folder_info(folder: Path) -> dict[str, Any]:
-    """What lies in a folder of models and of what goes with them.
+    """Describe a folder of models and related files.
 
     Raises:
-        InputError: it holds nothing that canvax knows, or cannot be read.
+        InputError: it holds no file that canvax knows, or cannot be read.
     """
     from canvax.families.local_models import fault_of
 
@@ -137,7 +135,7 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def part_info(part: FileReport) -> dict[str, Any]:
-    """What a file is that holds a part of a model, or what goes beside one."""
+    """Describe a file with a part of a model, or with an adapter or network for one."""
     entries = open_weights(part.path, plain_names=False)
     stored = Counter(entry.stored for entry in entries)
     return {
@@ -161,7 +159,7 @@ def _part_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def image_info(path: Path, data_dir: str | None = None) -> dict[str, Any]:
-    """The metadata of an image, the command that generates it again, and what that does not repeat."""
+    """Return the metadata of an image, the command that generates it again, and the settings that this loses."""
     metadata = read_metadata(path)
     lines = [again(member, data_dir) for member in _members(metadata)]
     return {
@@ -173,7 +171,7 @@ def image_info(path: Path, data_dir: str | None = None) -> dict[str, Any]:
 
 
 def _members(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    """The metadata of each image of a grid, or of the image."""
+    """Return the metadata of each image of a grid, or of the image."""
     grid = metadata.get("grid")
     return [member for member in grid if isinstance(member, dict)] if isinstance(grid, list) else [metadata]
 
@@ -192,16 +190,14 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if any(name in member for member in _members(metadata) for name in keys_of("images")):
-        lines.append(
-            "\nThe images that it was made from are not in the file: put their names in place of the words in capitals."
-        )
+        lines.append("\nIts source images are not in the file: write their names instead of the words in capitals.")
     if any("'./" in repr(metadata.get(name)) for name in HAVE_PATHS):
         lines.append("\nFiles that begin with ./ were recorded without their folders, which are private.")
     other = metadata.get("other")
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if "grid" not in metadata and is_lost(metadata):
-        lines.append(f"\nIt {lost_model(metadata)}: put the file of your copy in place of MODEL.")
+        lines.append(f"\nIt {lost_model(metadata)}: write the file of your copy instead of MODEL.")
     losses = dict.fromkeys(clause for each in report["losses"] for clause in each)
     lines += [f"\nThe command does not repeat that {clause}." for clause in losses]
     return [*lines, "\nTo generate it again:", *report["commands"]]
@@ -212,7 +208,7 @@ def _text(value: Any) -> str:
 
 
 def _files(arguments: argparse.Namespace) -> ModelFiles:
-    """The files of the model. Downloads them only if they are not on disk."""
+    """Return the files of the model. They are downloaded only if they are not on disk."""
     load = load_of(arguments, model=arguments.what)
     try:
         files = files_of(replace(load, local_files_only=True))
@@ -226,7 +222,7 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
 
 
 def model_info(files: ModelFiles) -> dict[str, Any]:
-    """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
+    """Describe components, parameters, memory and settings of a model, without its weights or a JAX backend."""
     from canvax.families.read import read_model
     from canvax.models.clip import clip_configs, most_skipped
     from canvax.weights.folder import plain_files
@@ -271,7 +267,7 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
 
 
 def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
+    """Return the memory that each device of this machine needs, from the compiled programs, without weights."""
     from canvax.parallel.rules import device_bytes
     from canvax.pipelines.checks import MOST_IMAGES
     from canvax.weights.cast import parse_dtype
@@ -325,7 +321,7 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
 
 
 def _weights(files: ModelFiles, component: str) -> dict[str, Any]:
-    """Parameters, stored dtypes and files of a component, from the headers of its files."""
+    """Return parameters, stored dtypes and files of a component, from the headers of its files."""
     entries = [entry for entry in files.entries(component) if entry.is_float]
     dtypes: Counter[str] = Counter()
     for entry in entries:
@@ -338,7 +334,7 @@ def _weights(files: ModelFiles, component: str) -> dict[str, Any]:
 
 
 def _bytes_of(entries: Sequence[Entry]) -> dict[str, int]:
-    """The bytes of the arrays in each file. A file may hold those of several components."""
+    """Return the bytes of the arrays in each file, which may hold those of several components."""
     sizes: Counter[str] = Counter()
     for entry in entries:
         sizes[entry.path.name] += entry.nbytes

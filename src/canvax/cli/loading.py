@@ -1,4 +1,4 @@
-"""The flags that say which model a command opens, from where and how; and the model that they open."""
+"""The flags that name the model of a command, its source and form; and the model that they open."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from canvax.weights.overrides import Overrides
 
 IN_PASSING = ("token", "cache_dir", "local_files_only", "progress", "mesh", "offload", "safety_checker")
-"""Arguments of ``canvax.load`` on which no image of a batch job depends."""
+"""Arguments of ``canvax.load`` that do not change the images of a batch job."""
 
 
 def add_load(
     parser: argparse.ArgumentParser, *, without: Iterable[str] = (), help: Mapping[str, str] | None = None
 ) -> None:
-    """Add the flags of ``canvax.load``, but those of networks for images of a call (``add_networks``)."""
+    """Add the flags of ``canvax.load``, except those of networks for images of a call (``add_networks``)."""
     for title in (MODEL, DEVICES):
         group = parser.add_argument_group(title)
         for record in (Load, LoadFlags):
@@ -50,8 +50,8 @@ def load_with(arguments: argparse.Namespace, load: Load | None = None, *, weight
 
     Args:
         arguments: the flags; a command has some of them.
-        load: the arguments of ``canvax.load``, where they are not those of the flags alone.
-        weights: without, parameters are shapes, dtypes and shardings, and no weights are fetched.
+        load: the arguments of ``canvax.load``, by default those of the flags.
+        weights: if False, parameters are shapes, dtypes and shardings, and no weights are fetched.
     """
     load = load or load_of(arguments)
     if not weights:
@@ -87,14 +87,14 @@ def _without_weights(load: Load, arguments: argparse.Namespace) -> Pipeline:
 
 
 def overrides_of(load: Load) -> Overrides:
-    """Return the parts that stand in for those of the model."""
+    """Return the parts that replace those of the model."""
     from canvax.weights.overrides import Overrides
 
     return Overrides.of(**load.keywords(PARTS))
 
 
 def files_of(load: Load) -> ModelFiles:
-    """Return the files of a model with the parts that stand in for its own; no weights are read.
+    """Return the files of a model with the parts that replace its own; no weights are read.
 
     Raises:
         InputError, CheckpointError, HubError: a file is missing, damaged or refused.

@@ -1,4 +1,4 @@
-"""The parser of the command line: argparse's, whose errors are canvax's own."""
+"""argparse's parser with canvax's errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvax.familiar import CALL, LOAD, TRAIN
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises InputError for what cannot be parsed, and suggests the nearest flag for an unknown one."""
+    """A parser that raises InputError, and suggests the nearest flag for an unknown one."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False} | keywords)
@@ -27,14 +27,14 @@ class Parser(argparse.ArgumentParser):
             form = " ".join([action.metavar] if isinstance(action.metavar, str) else action.metavar or ["VALUE"])
             hyphen = "one that starts with - is written --flag=VALUE"
             message += f": {action.help or 'a value'}; {hyphen if action.nargs is None else f'write {flag} {form}'}"
-        if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
+        if message.startswith("the following arguments are required"):  # other programs' flags may give them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
         raise InputError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does, and also take prompts that stand between flags.
+        """Parse as argparse does, and also take prompts between flags.
 
         Each subcommand reports its own unknown words, because only it can suggest its nearest flag.
         """
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         prompts = isinstance(getattr(known, "prompts", None), list)
         self._refuse_unknown(rest, prompts=prompts)
         if rest and not prompts:
-            cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
+            cure = "give a prompt with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
             cure = f"there is no place for another file; {cure}" if os.path.exists(rest[0]) else cure
             positional = (action for action in self._actions if not action.option_strings)
             if several := next((action.dest for action in positional if action.nargs in ("*", "+")), None):
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         return known, []
 
     def _refuse_unknown(self, words: Sequence[str], *, prompts: bool = False) -> None:
-        """Refuse the first flag among ``words`` that there is not, with what is meant by it."""
+        """Refuse the first unknown flag among ``words``, with a suggestion."""
         typed = [word.partition("=")[0] for word in words if word.startswith("-")]
         unknown = next((flag for flag in typed if flag not in self._option_string_actions), None)
         if unknown is None or self._subparsers is not None:
@@ -97,14 +97,14 @@ class Parser(argparse.ArgumentParser):
                 warn(HintWarning(f"{flag} is given twice; the last value, {value[:80]!r}, counts"))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Of a flag written ``--flag=--``, which argparse takes for no value at all."""
+        """Read the value of a flag written ``--flag=--``, which argparse reads as no value."""
         if action.option_strings and arg_strings == ["--"]:
             self.error(f"{'/'.join(action.option_strings)}: '--' is not a value")
         return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
 
 def writer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Write:
-    """How errors and hints write the arguments of the command that was chosen: ``height=3`` is ``--height 3``."""
+    """Return a function that writes the arguments of a command in errors and hints: ``height=3`` is ``--height 3``."""
     actions: dict[str, argparse.Action] = {}
     chosen: argparse.ArgumentParser | None = parser
     while chosen is not None:

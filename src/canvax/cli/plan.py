@@ -1,4 +1,4 @@
-"""``canvax plan``: will a model fit on a TPU or GPU, and how long would it take?"""
+"""``canvax plan``: estimate whether a model fits on a TPU or GPU, and how long an image takes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_sides(arguments: argparse.Namespace) -> None:
     """Refuse a ``width`` and a ``height`` that no image can have.
 
     Raises:
-        InputError: naming the side.
+        InputError: a side cannot be used.
     """
     from canvax.pipelines.checks import check_size  # imports JAX, which the parser does without
 
@@ -63,10 +63,10 @@ def check_sides(arguments: argparse.Namespace) -> None:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Width and height of "1024x768".
+    """Return width and height of "1024x768".
 
     Raises:
-        InputError: it is no size, or not one that an image can have.
+        InputError: the text is not a size, or no image can have it.
     """
     sides = argparse.Namespace(**dict(zip(("width", "height"), parse_sides("size", text), strict=True)))
     check_sides(sides)
@@ -74,7 +74,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_sides(argument: str, text: str) -> tuple[int, int]:
-    """The two numbers of "1024x768".
+    """Return the two numbers of "1024x768".
 
     Raises:
         InputError: the text has another form.
@@ -86,10 +86,10 @@ def parse_sides(argument: str, text: str) -> tuple[int, int]:
 
 
 def parse_references(words: list[str] | None) -> int | list[tuple[int, int]]:
-    """How many reference images, or the height and width of each.
+    """Return the number of reference images, or the height and width of each.
 
     Raises:
-        InputError: they are neither.
+        InputError: the words are neither.
     """
     if not words or (len(words) == 1 and words[0].isdecimal()):
         return int(words[0]) if words else 0
@@ -97,12 +97,12 @@ def parse_references(words: list[str] | None) -> int | list[tuple[int, int]]:
 
 
 def from_references(count: int) -> str:
-    """What follows the size of an image that is generated from so many references."""
+    """Return the words about the number of references, for the line about the size of the image."""
     return f" from {count} reference{'s' if count > 1 else ''}" if count else ""
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan as lines of text."""
+    """Return the plan as lines of text."""
     chip, device = plan.target.chip, plan.target.chip.device
     guided = "guided evaluations" if plan.guided else "evaluations without guidance"
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.items() if size > 1 or name == "data")

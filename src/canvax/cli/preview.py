@@ -28,7 +28,7 @@ SHARE = 0.2
 
 
 def _decoded(pipe: Pipeline, latents: HostArray) -> HostArray:
-    """Images of latents [n, h, w, C], by the program that decodes the finished ones."""
+    """Decode latents [n, h, w, C] with the program that decodes finished images."""
     from canvax.compile.kinds import Kinds
     from canvax.engine.batch import filled
     from canvax.parallel.mesh import over_batch, padded_batch
@@ -44,7 +44,7 @@ def _decoded(pipe: Pipeline, latents: HostArray) -> HostArray:
 
 @contextmanager
 def previews(pipe: Pipeline, path: Path | None) -> Iterator[Callback | None]:
-    """A callback that writes the images as the network sees them, now and then; the file goes in the end."""
+    """Yield a callback that writes the images as the network sees them, now and then; remove the file at the end."""
     if path is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""``canvax samplers``: lists samplers and sigma curves."""
+"""``canvax samplers``: list samplers and sigma curves."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 PORT = 7860
 MOST = 1e9
-"""Seconds or images; of much more seconds no thread can wait."""
+"""The most seconds or images: threads cannot wait for much longer."""
 _NEWEST = 8
-"""Files of the output folder in which the model that was used last is looked for."""
+"""The most files of the output folder that are read to find the model that was used last."""
 _MOST_LINES = 5
-"""Lines about files that are left out, at the start."""
+"""The most lines about files that are left out, at the start."""
 _LEAST_BODY = 1 << 10
-"""Bytes that a request may have at least."""
+"""The smallest limit for the bytes of a request."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"\*|[\w.-]+|\[[0-9a-f:.]+\]", re.ASCII)
@@ -105,7 +105,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         or (("*",) if arguments.host in ("0.0.0.0", "::") and keys else ()),
         origins=_checked("allow_origin", [text.rstrip("/") for text in arguments.allow_origin], _ORIGIN),
         max_body=_check_body(arguments.max_body),
-        rate=arguments.rate,
         page=not arguments.no_page,
         history=output if opens_page else None,
         syntax=usual_syntax(),
@@ -114,8 +113,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     with listen(arguments.host, arguments.port, spare=opens_page) as listener, _errors_logged(arguments):
         _log_to_stderr(quiet=arguments.quiet or opens_page)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
-        if not opens_page and not sys.stderr.isatty():  # a program reads it, for which every line is JSON
-            log = logging.getLogger("canvax.server")  # which says nothing below a warning with --quiet
+        if not opens_page and not sys.stderr.isatty():  # for programs every line is JSON
+            log = logging.getLogger("canvax.server")  # with --quiet, warnings and errors only
             say, warnings.showwarning = log.info, partial(show_warning, set(), log.warning)
         journal = Journal(named_path("journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
@@ -145,8 +144,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 def first_model(offered: Mapping[str, Path], output: Path | None) -> tuple[list[str], str]:
     """Return the model of the folder of models to begin with, if there is one, and a line about it.
 
-    It is that of the newest image in ``output`` whose model is there, else the smallest, which starts soonest and fits
-    where any does.
+    It is that of the newest image in ``output`` whose model is offered, else the smallest, which starts soonest and is
+    most likely to fit.
     """
     name, why = "", "the model that was used last"
     images = output.iterdir() if output is not None and output.is_dir() else ()
@@ -170,7 +169,7 @@ def _left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:
 
 
 def _check_body(text: str) -> int:
-    """The bytes of ``--max-body``; an error if no request fits into them."""
+    """Return the bytes of ``--max-body``; raise an error if no request fits into them."""
     count = byte_count("max_body", text)
     if count < _LEAST_BODY:
         warn(HintWarning("max_body", f"is {count} bytes, too few for most requests", cure="32MB is usual", value=text))
@@ -178,10 +177,10 @@ def _check_body(text: str) -> int:
 
 
 def byte_count(argument: str, text: str) -> int:
-    """The bytes that a text such as 20GB means.
+    """Return the bytes of a text such as 20GB.
 
     Raises:
-        InputError: it means none.
+        InputError: the text is not a size.
     """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
@@ -191,7 +190,7 @@ def byte_count(argument: str, text: str) -> int:
 
 
 def _checked(argument: str, values: list[str], form: re.Pattern[str]) -> tuple[str, ...]:
-    """The values in small letters, as browsers send them."""
+    """Return the values in lower case, as browsers send them."""
     for value in values:
         if not form.fullmatch(value.lower()):
             raise InputError(argument, "is not a name of this kind", cure=f"write {_USUAL[argument]}", value=value)
@@ -212,7 +211,7 @@ def _check_extra(command: str) -> None:
 
 
 def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
-    """As ``model_names``, checked.
+    """Check the served models and return their names, as by ``model_names``.
 
     Raises:
         InputError, CheckpointError: a model, or one of the other ``keywords`` of its source, cannot be used.
@@ -223,7 +222,7 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     Location(**keywords)
     names = model_names(models)
     for model in names.values():
-        Location(model).local()  # what is neither a model nor an id is refused before a start
+        Location(model).local()  # refuse a name that is neither a model nor an id before the start
     return names
 
 
@@ -243,7 +242,7 @@ def _check_parts(load: Load, names: Mapping[str, str]) -> None:
 
 
 def _output(arguments: argparse.Namespace) -> Path | None:
-    """The folder in which finished images are saved, or None. Creates nothing.
+    """Return the folder in which finished images are saved, or None. It is not created yet.
 
     Raises:
         InputError: the images cannot be written there.
@@ -257,7 +256,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
     if names_file(folder):
         raise InputError("output", "is one file", cure="name a folder", value=folder)
     check_writable("output", folder)
-    unique_path(folder, 0)  # which looks into the folder, as saving will
+    unique_path(folder, 0)  # it reads the folder, as saving will
     return folder
 
 
@@ -288,6 +287,7 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
         compile_on_demand=arguments.command == "ui" if on_demand is None else on_demand,
         queue_seconds=arguments.queue_seconds,
         queue_images=arguments.queue_images,
+        rate=arguments.rate,
         keep_seconds=arguments.keep_seconds,
         stall_seconds=arguments.stall_seconds,
         memory=byte_count("memory", arguments.memory) if arguments.memory else None,
@@ -299,10 +299,10 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
 
 
 def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
-    """The adapters that requests may name.
+    """Return the settings of the adapters that requests may name.
 
     Raises:
-        InputError: a folder or file is not there, or a number cannot be used.
+        InputError: a folder or file does not exist, or a number cannot be used.
     """
     folder = named_path("lora_dir", arguments.lora_dir) if arguments.lora_dir else lora_folder()
     if not (folder or arguments.lora):
@@ -331,13 +331,13 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
 
 
 def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket:
-    """A socket that is bound, so that a port in use is known before a model is loaded.
+    """Return a bound socket, so that a port in use is noticed before a model is loaded.
 
-    Without a port it has ``PORT``, or with ``spare`` a free one if that is taken.
+    Without a port it has ``PORT``; with ``spare``, a free port if that is taken.
     """
     spare = spare and port is None
     port = PORT if port is None else port
-    if not 0 <= port < 1 << 16:  # which some C libraries take for another port
+    if not 0 <= port < 1 << 16:  # some C libraries would use another port
         raise InputError("port", "is not in 0..65535", cure="choose another port, such as --port 0", value=port)
     listener = None
     try:
@@ -367,7 +367,7 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
 
 @contextmanager
 def _errors_logged(arguments: argparse.Namespace) -> Iterator[None]:
-    """Log an error that ends the server, where a program reads its log: as JSON, as all else."""
+    """Log an error that ends the server as JSON, if a program reads the log."""
     try:
         yield
     except CanvaxError as error:
@@ -387,7 +387,7 @@ def _log_to_stderr(*, quiet: bool) -> None:
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters of it is logged by its id
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # canvax logs what matters, with its id
 
 
 def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:
@@ -407,7 +407,7 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
             server.force_exit = server.should_exit = True
 
     before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
-    # In a thread of its own, where uvicorn leaves signals alone.
+    # In a separate thread, where uvicorn leaves signals alone.
     web = threading.Thread(target=server.run, args=([listener],), name="canvax web", daemon=True)
     web.start()
     while web.is_alive() and not signals and engine.failure is None:
@@ -433,7 +433,7 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
 
 
 def _open_page(address: tuple[str, int], url: str, say: Callable[[str], None]) -> None:
-    """Open the page as soon as the server listens; the page says how far the models are."""
+    """Open the page as soon as the server listens; the page shows the progress of loading."""
     for _ in range(100):
         try:
             socket.create_connection(address, 1).close()

@@ -12,14 +12,14 @@ SERVE_EXAMPLES = """
 examples:
   canvax serve                                             the model in the package, on http://127.0.0.1:7860
   canvax serve ./my-model --warm 512x512:1,4 768x512:1,4   two sizes, one image or four at a time
-  canvax serve owner/name --host 0.0.0.0 --keys keys.txt   for others, who need a key
+  canvax serve owner/name --host 0.0.0.0 --keys keys.txt   for other machines, with keys
   canvax serve owner/name --journal jobs.db                accepted jobs survive a kill
   canvax serve owner/name --controlnet owner/canny         requests may have control images
 """
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Flags of both commands."""
+    """Add the flags of both commands."""
     parser.add_argument(
         "models",
         nargs="*",
@@ -41,26 +41,26 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--compile-on-demand", action=argparse.BooleanOptionalAction,
-        help="other sizes, second passes and more reference images too, up to 4 times the pixels of --warm: their "
-        "first request waits for the compiler (ui: yes; serve: no)",
+        help="also serve other sizes, second passes and more reference images, up to 4 times the pixels of --warm; "
+        "their first request waits for the compiler (ui: yes; serve: no)",
     )  # fmt: skip
     _network(parser.add_argument_group("network"))
     _limits(parser.add_argument_group("limits"))
     add_load(parser, without=("model",), help={
-        "safety_checker": "the models' own: images that it refuses are answered black, and none has previews",
+        "safety_checker": "check images with the models' safety checkers, which make refused images black; no previews",
         "offload": "keep weights of text encoders and autoencoder in the host's memory while they do not run; those of "
         "the denoiser stay on the devices",
     })  # fmt: skip
     images = parser.add_argument_group("networks for images of requests, each flag once for each network")
     add_networks(images)
-    adapters = parser.add_argument_group("adapters, of which each request may name its own")
+    adapters = parser.add_argument_group("adapters that requests may name")
     adapters.add_argument("--lora-dir", metavar="FOLDER", help="LoRAs for <lora:name:0.8> in prompts, and for adapters")
-    adapters.add_argument("--lora", nargs="+", default=[], metavar="FILE", help="LoRAs that are read at the start")
-    adapters.add_argument("--lora-rank", type=int, metavar="N", help="the most that one may have (that of the files)")
+    adapters.add_argument("--lora", nargs="+", default=[], metavar="FILE", help="LoRAs that are loaded at the start")
+    adapters.add_argument("--lora-rank", type=int, metavar="N", help="the highest rank of a LoRA (that of the files)")
     adapters.add_argument(
         "--lora-layers",
         choices=("attention", "transformer", "all"),
-        help="layers that they may change (as the files do)",
+        help="layers that LoRAs may change (those of the files)",
     )
     adapters.add_argument(
         "--lora-places", type=int, metavar="N",
@@ -70,16 +70,16 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="FOLDER", help=f"save finished images there as well (ui: {OUTPUT}; serve: nowhere)"
     )
     parser.add_argument("--no-output", action="store_true", help="save no images")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no words on stderr but errors")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print only errors on stderr")
 
 
 def _network(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     group.add_argument("--port", type=int, default=None, metavar="N", help="port (7860); 0 for a free one")
-    group.add_argument("--keys", metavar="FILE", help="who may ask: lines id:key (or the variable CANVAX_KEYS)")
-    group.add_argument("--no-keys", action="store_true", help="let everyone in who reaches --host")
-    group.add_argument("--allow-host", nargs="+", default=[], metavar="NAME", help="names that the server is called by")
-    group.add_argument("--allow-origin", nargs="+", default=[], metavar="URL", help="sites whose pages may ask")
+    group.add_argument("--keys", metavar="FILE", help="clients' keys, lines of id:key (or the variable CANVAX_KEYS)")
+    group.add_argument("--no-keys", action="store_true", help="serve all who reach --host, without keys")
+    group.add_argument("--allow-host", nargs="+", default=[], metavar="NAME", help="host names of the server")
+    group.add_argument("--allow-origin", nargs="+", default=[], metavar="URL", help="websites that may send requests")
     group.add_argument("--no-page", action="store_true", help="no page, only the APIs")
 
 
@@ -89,7 +89,7 @@ def _limits(group: Any) -> None:
     group.add_argument("--rate", type=float, metavar="N", help="images a minute for each key (no limit)")
     group.add_argument("--max-body", default="32MB", metavar="SIZE", help="bytes of a request with images (32MB)")
     group.add_argument("--memory", metavar="SIZE", help="weights on each device at a time: 20GB (what is free)")
-    group.add_argument("--keep-seconds", type=float, default=600.0, metavar="S", help="how long results wait (600)")
+    group.add_argument("--keep-seconds", type=float, default=600.0, metavar="S", help="time to keep results (600)")
     group.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="time to finish at the end (30)")
     group.add_argument(
         "--stall-seconds", type=float, default=600.0, metavar="S",
@@ -99,5 +99,5 @@ def _limits(group: Any) -> None:
     group.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
     group.add_argument(
         "--batching", choices=["steps", "requests", "none"], default="steps",
-        help="images join and leave between steps; or, for comparisons, by whole batches, or one by one",
+        help="steps: images join and leave between steps; to compare: requests, whole batches; none, one by one",
     )  # fmt: skip

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         raise InputError("y", "is the setting of --x as well", cure="give two settings, or one", value=axes[0].name)
     if arguments.distributed or (arguments.num_images_per_prompt or 1) > 1 or arguments.grid:
         raise InputError("--distributed, --num-images and --grid do not go with a sheet; leave them out")
-    for axis in axes:  # a prompt beside an axis of prompts is what the usage has, and the LoRA is that of the weights
+    for axis in axes:  # a prompt may come with an axis of prompts; the LoRA is the one of the weights
         if axis.name == LORA and len(arguments.lora) != 1:
             raise InputError(LORA, "is not given once, and the axis is of its weights", cure="give one")
         if axis.name not in ("prompt", LORA) and getattr(arguments, axis.name, None) not in (None, [], False):
@@ -141,10 +141,10 @@ class Cells:
     """The cells of one model and VAE.
 
     Attributes:
-        arguments: of the command, with this model and VAE.
-        load: how to load the model.
+        arguments: arguments of the command, with this model and VAE.
+        load: arguments for loading the model.
         cells: number of each cell, and the weight of the LoRA if that varies.
-        calls: for each cell.
+        calls: the call of each cell.
     """
 
     arguments: argparse.Namespace

@@ -21,18 +21,13 @@ _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def clean(text: str) -> str:
-    """The text with escapes for characters that control a terminal or reorder text; new lines and tabs stay."""
-    return "".join(
-        c if c in "\n\t" or not (unicodedata.category(c) in ("Cc", "Cs") or c in _BIDI) else _escaped(c) for c in text
-    )
-
-
-def _escaped(c: str) -> str:
-    return c.encode("unicode_escape").decode("ascii")
+    """Escape characters that control a terminal or reorder text, except new lines and tabs."""
+    kept = (c in "\n\t" or not (unicodedata.category(c) in ("Cc", "Cs") or c in _BIDI) for c in text)
+    return "".join(c if keep else c.encode("unicode_escape").decode() for c, keep in zip(text, kept, strict=True))
 
 
 def complain(message: str, *, label: str = "") -> None:
-    """Print a message on stderr, with a prefix on its first line; where nobody can read it, the work goes on."""
+    """Print a message on stderr, with a prefix on its first line; ignore a closed or full stderr."""
     to_stderr(f"canvax: {label}{clean(shortened(message))}\n")
 
 
@@ -74,11 +69,11 @@ def _print(text: str) -> None:
 
 
 def flush(text: str = "") -> None:
-    """Write what stdout still holds, and ``text``.
+    """Write the buffer of stdout, and ``text``.
 
     Raises:
-        CanvaxError: it takes no more.
-        BrokenPipeError: nobody reads it.
+        CanvaxError: stdout is full.
+        BrokenPipeError: the reader of stdout has gone.
     """
     try:
         if sys.stdout is not None:  # closed by the shell: >&-
@@ -87,18 +82,18 @@ def flush(text: str = "") -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        hush_stdout()  # what is left in its buffer would fail again at the end of the process
+        hush_stdout()  # the rest of its buffer would fail again at the end of the process
         raise CanvaxError(f"stdout cannot be written ({error.strerror or error})") from None
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), fold: int | None = None) -> list[str]:
-    """Lines of aligned columns, the first row being the heading.
+    """Return lines of aligned columns; the first row is the heading.
 
     Args:
         rows: cells.
         right: columns that are flush right.
         fold: columns of the terminal. The last cell of a row is wrapped into the columns left; if these are fewer
-            than 30, it goes below the other cells.
+            than 30, it is printed below the other cells.
     """
     right = set(right)
     widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -127,7 +122,7 @@ def _folded(row: Sequence[str], room: int) -> list[Sequence[str]]:
 
 
 def columns() -> int | None:
-    """Columns of the terminal, or None if stdout is a file or a pipe."""
+    """Return the columns of the terminal, or None if stdout is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
 
 
@@ -136,7 +131,7 @@ def _width(text: str) -> int:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Words as one line for a shell. Words with control characters take the form $'...' of bash and zsh."""
+    """Join words into a line for a shell. Words with control characters take the form $'...' of bash and zsh."""
     return " ".join(shlex.quote(word) if clean(word) == word and "\n" not in word else _dollar(word) for word in words)
 
 
@@ -154,14 +149,14 @@ def _ansi_c(c: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration as text, such as "85 ms" or "1.25 s"."""
+    """Format a duration, such as "85 ms" or "1.25 s"."""
     if value < 0.1:
         return f"{1000 * value:.0f} ms"
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
 def byte_size(size: int) -> str:
-    """A size as text, in powers of ten, such as "3.44 GB"."""
+    """Format a size in powers of ten, such as "3.44 GB"."""
     amount = float(size)
     for unit in ("B", "kB", "MB"):
         if amount < 1000:

@@ -1,4 +1,4 @@
-"""``canvax train``: trains a checkpoint, or something small beside it, on the user's own images."""
+"""``canvax train``: train a checkpoint, or a small adapter of it, on the user's images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Made = TypeVar("Made")
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Train; prints what was written."""
+    """Train, and print the path of the result."""
     tasks = {
         "finetune": _finetune,
         "lora": _lora,
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argparse.Namespace, report: Any) -> None:
-    """Run a training task that may be stopped; prints the folder of the finished model."""
+    """Run a training task that may be stopped; print the folder of the finished model."""
     try:
         with stoppable():
             result = task(arguments)
@@ -57,7 +57,7 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
         if error.errno not in (ENOSPC, EFBIG, EDQUOT, EROFS):
             raise
         why = f"a file cannot be written ({error.strerror or error})"
-        raise CanvaxError(f"{why}; make room in the folder of --output, and the same command goes on") from error
+        raise CanvaxError(f"{why}; make room in the folder of --output; the same command resumes") from error
     report["output"] = None if result is None else str(result)
     report["finished"] = result is not None
     if result is None:
@@ -91,7 +91,7 @@ def _dreambooth(arguments: argparse.Namespace) -> Path | None:
         raise needs(idle[0], "lora")
     of_lora = TASKS["lora"].plan if arguments.lora else {}
     training, mesh, running = _training(arguments, **of_lora), make_mesh(), _running(arguments)
-    check_folder(training, aim)  # before pictures of the class are made
+    check_folder(training, aim)  # before class images are made
     subject = subject_of(instance, training, mesh, complain)
     if isinstance(aim, Lora):
         return train_lora(training, aim, mesh, subject=subject, **running)
@@ -162,5 +162,5 @@ def deadline(arguments: argparse.Namespace) -> float | None:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Those that were given."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in values.items() if value is not None}

@@ -12,7 +12,7 @@ from canvax.train.settings import LOADING, TASKS, PlanRecord, Task, TrainingReco
 
 _CAPTIONED = """
 Images are in a folder, or a zip file of one. Captions are in metadata.jsonl or metadata.csv with the columns file_name
-and text, or in a .txt file beside each image.
+and text, or in a .txt file with the name of each image.
 """
 _AGAIN = " A stopped run can be resumed with the same command."
 _REQUIRED = ("prompt", "token", "initializer")
@@ -34,7 +34,7 @@ def _add_task(parser: argparse.ArgumentParser, task: Task) -> None:
     output = ("-o", "--output", "--output-dir")
     parser.add_argument(*output, required=True, metavar="FOLDER", help=f"folder of the run; {task.writes}")
     for record in task.records:
-        seen = {action.dest for action in parser._actions}  # of two records that have a setting alike
+        seen = {action.dest for action in parser._actions}  # two records may share a setting
         add_flags(parser, record, without=seen)
     without = task.without if task.captioned else (*task.without, "caption_column")
     for record in (PlanRecord, TrainingRecord):

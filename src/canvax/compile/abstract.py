@@ -1,4 +1,4 @@
-"""What a program is compiled for: shapes, dtypes and shardings in place of arrays; and one copy for each device."""
+"""The abstract arguments of a program: shapes, dtypes and shardings instead of arrays; and one copy for each device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvax.types import Array
 
 
 def on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """``function`` run by each device on its own part of the arguments, the first of which are stacked parameters."""
+    """Run ``function`` on each device with its part of the arguments, the first of which are stacked parameters."""
 
     def one(params: Params, *rest: Any) -> Any:
         return function(jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), params), *rest)
@@ -26,7 +26,7 @@ def on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[An
 
 
 def abstract_of(params: Params) -> Any:
-    """The parameters as shapes, dtypes and shardings."""
+    """Return the parameters as shapes, dtypes and shardings."""
 
     def one(leaf: Array) -> jax.ShapeDtypeStruct:
         sharding = on_device(leaf.sharding)

@@ -1,4 +1,4 @@
-"""What a call adds to its programs: each brings its programs and its conditions, and knows what it does to the loop."""
+"""Additions of a call to its programs: each has its programs and conditions, and may change the denoiser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from canvax.models.controlled import Controlled, encode_control
 from canvax.models.decode import encode_images
 from canvax.models.denoiser import REFERENCES, Denoiser, Reusing, Shapes
 from canvax.models.networks import Networks
-from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, TextEncoders
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class DeepFeatures(Addition):
     """Deep features that some rows reuse.
 
     Attributes:
-        layers: of ``canvax.models.denoiser.Reusing``.
+        layers: number of layers, as in ``canvax.models.denoiser.Reusing``.
     """
 
     layers: int
@@ -36,7 +36,7 @@ class Keeps(Addition):
 
 @dataclass(frozen=True)
 class ReadsImage(Addition):
-    """Images to begin from, of the size that is generated.
+    """Images to begin from, of the size to generate.
 
     Attributes:
         way: "whole" or "tiled".
@@ -77,6 +77,9 @@ class ReadsReferences(Addition):
             for height, width in self.sizes
         }
 
+    def read_by(self, text: TextEncoders) -> TextEncoders:
+        return text.seeing(self.sizes)
+
     def conditions(self, site: Site) -> Shapes:
         return {REFERENCES: site.networks.references(site.latents[0], self.sizes)}
 
@@ -86,7 +89,7 @@ class ReadsControls(Addition):
     """Control images.
 
     Attributes:
-        networks: those of ``Networks.controls`` that read one.
+        networks: the networks of ``Networks.controls`` with an image.
     """
 
     networks: tuple[str, ...]
@@ -114,13 +117,13 @@ class ReadsControls(Addition):
 
 
 class PromptKind(NamedTuple):
-    """What decides the programs of the image prompts that one adapter reads.
+    """Facts about one adapter's image prompts that decide their programs.
 
     Attributes:
-        component: of the adapter.
-        images: of them, for each image of the batch.
-        masked: whether one has a mask.
-        reads: shape of what the adapter reads of an image.
+        component: name of the adapter.
+        images: image prompts of each image of the batch.
+        masked: True if an image prompt has a mask.
+        reads: shape of the adapter's input for an image.
     """
 
     component: str
@@ -134,8 +137,8 @@ class ReadsImagePrompts(Addition):
     """Image prompts.
 
     Attributes:
-        kinds: for each adapter that reads some.
-        sees: whether CLIP's image encoder is needed for them.
+        kinds: facts about each adapter that has image prompts.
+        sees: True if CLIP's image encoder is needed.
     """
 
     kinds: tuple[PromptKind, ...]

@@ -1,11 +1,11 @@
-"""Executables between processes: stored in the private folder of ``canvax.compile.cache``, loaded without tracing.
+"""Share executables between processes: store them in the folder of ``canvax.compile.cache``, load them untraced.
 
-What ``compile/`` uses of JAX that is experimental or not documented, and what happens if a later JAX lacks it:
+``compile/`` uses these experimental or undocumented parts of JAX. If a later JAX lacks one, then:
 
 - ``jax.experimental.serialize_executable``: programs are compiled and not stored;
-- ``jax.config.values``, ``Device.client`` and its ``platform_version``, for keys: likewise;
-- the names of JAX's monitoring events: counts stay 0, and a program that came from JAX's own cache is stored although
-  its copy may not run, which the first run shows;
+- ``jax.config.values``, ``Device.client`` and its ``platform_version``, for keys: programs are not stored;
+- the names of JAX's monitoring events: counts stay 0, and a program from JAX's own cache is stored although its copy
+  may not run, which the first run shows;
 - the names of collectives in the compiler's text (``inspect.py``): they are not counted.
 """
 
@@ -32,13 +32,13 @@ from canvax.originals import replaced
 
 @dataclass(frozen=True)
 class Build:
-    """One program that is compiled or loaded.
+    """A program that is compiled or loaded.
 
     Attributes:
         program: "text encoder", "denoiser" or "decoder".
         cached: loaded from the cache instead of compiled.
-        seconds: what it took; None while it goes on.
-        size: bytes of it on disk, 0 if it is not stored.
+        seconds: its time; None while it is compiled or loaded.
+        size: its bytes on disk, 0 if it is not stored.
     """
 
     program: str
@@ -48,7 +48,7 @@ class Build:
 
 
 BuildCallback = Callable[[Build], None]
-"""Called when a program begins to be compiled or loaded (``seconds`` None), and when it is done."""
+"""A function that is called when compiling or loading a program begins (``seconds`` None) and ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,21 +60,21 @@ class CacheEntry:
     devices: Sequence[Any]
 
     def read(self) -> bytes | None:
-        """Return what is stored, checked; None if there is nothing of use."""
+        """Return the stored executable, checked; None if it is missing or cannot be used."""
         return cache.read(self.path, self.header["key"])
 
     def load(self, executable: bytes) -> Any | None:
         """Return the program, ready to be called; None if it cannot be loaded, when its file is removed too.
 
         Raises:
-            Exception: the device or the host has too little memory, which says nothing against the file.
+            Exception: the device or the host has too little memory, which is no fault of the file.
         """
         try:
             from jax.experimental.serialize_executable import deserialize_and_load
 
             payload, in_tree, out_tree = pickle.loads(executable)
             return deserialize_and_load(payload, in_tree, out_tree, self.devices[0].client, self.devices)
-        except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
+        except Exception as error:  # compiling again helps against all errors of JAX, the plugin and pickle
             if is_out_of_memory(error):
                 raise
             cache.remove(self.path, repr(error))
@@ -96,7 +96,7 @@ class CacheEntry:
         return cache.write(self.path, self.header | {"created": time.time()}, data)
 
     def derived(self, name: str, others: Sequence[CacheEntry]) -> CacheEntry:
-        """Return the place of what is called ``name`` and depends on this program and ``others``."""
+        """Return the place of an entry ``name`` that depends on this program and ``others``."""
         digest = key.digest([name, sorted(entry.header["key"] for entry in (self, *others))])
         header = self.header | {"key": digest, "description": self.header["description"] | {"program": name}}
         return CacheEntry(self.path.with_name(f"{digest}.program"), header, self.devices)
@@ -107,15 +107,15 @@ def find_entry(
 ) -> CacheEntry | None:
     """Return the place of a program; None if it cannot be stored.
 
-    The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, names in
-    them may be replaced, or JAX may lack what the key is made of.
+    That is so if the cache is off, the devices belong to other processes too, canvax's sources or names have changed
+    since they were imported, or JAX lacks something that the key needs.
 
     Args:
-        function: what is compiled, with its static keywords.
+        function: the function to compile, with its static keywords.
         arguments: abstract arguments, with shardings.
         mesh: the devices.
-        description: what ``canvax cache`` shows of it; plain values, ``program`` among them.
-        decisive: whatever else decides the program.
+        description: plain values for ``canvax cache``, including ``program``.
+        decisive: further values that decide the program.
     """
     devices = list(mesh.devices.flat)
     folder = cache.open_cache() if _own(devices) else None
@@ -137,11 +137,11 @@ def load_or_compile(
     """Return a program: loaded from its entry if it is there and good, else compiled, and stored there.
 
     Args:
-        name: of the program, for ``report``.
-        compile: returns the compiled program and whether it may be stored. One that the compiler made worse because of
-            a fault of this machine may not: the fault will be mended, and the key does not know of it.
-        entry: where it is stored; None if it is not.
-        report: called when it begins to be loaded or compiled, and when it is done.
+        name: name of the program for ``report``.
+        compile: returns the compiled program and whether it may be stored. A program that is slower because of a fault
+            of this machine may not: the fault can be mended, and it is not in the key.
+        entry: its place in the cache; None if it is not stored.
+        report: called when loading or compiling begins and ends.
     """
 
     def compiled() -> Any:
@@ -172,19 +172,19 @@ def load_or_compile(
 
 @contextmanager
 def _plain_settings() -> Iterator[None]:
-    """Turn off JAX's settings for finding faults in one's own code, whose rules our programs break on purpose.
+    """Turn off JAX's debugging settings, whose rules our programs break on purpose.
 
-    They are compiled ahead, and take small arrays of the host.
+    The programs are compiled ahead, and take small arrays of the host.
     """
     with jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
 
 
 class Executable:
-    """A compiled program. If ``replace`` is given and the first run fails, what it returns takes the program's place.
+    """A compiled program. If the first run fails, the result of ``replace`` takes the program's place.
 
-    That is for programs of the cache: an executable that a backend did not store properly may load, and fail when it
-    runs (jaxlib's CPU backend does that). Running out of memory is no fault of the cache.
+    This is for programs of the cache: an executable that a backend did not store properly may load and then fail when
+    it runs, as with jaxlib's CPU backend. Running out of memory is no fault of the cache.
     """
 
     def __init__(self, program: Any, replace: Callable[[Exception], Any] | None = None) -> None:
@@ -208,15 +208,15 @@ class Executable:
             return result
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else JAX's compiled programs have, such as ``memory_analysis``."""
+        """Return other attributes of JAX's compiled programs, such as ``memory_analysis``."""
         return getattr(self._program, name)
 
 
 def _own(devices: Sequence[Any]) -> bool:
     """Return whether programs for these devices may be loaded here.
 
-    Not those of a topology that is only described. Nor those of several processes, which must either all compile a
-    program or all load it, since some compilers let them share the work.
+    Programs for a described topology may not. Nor may those of several processes, which must all compile a program or
+    all load it, since some compilers let them share the work.
     """
     if jax.process_count() > 1:
         return False

@@ -1,4 +1,4 @@
-"""Programs made at the same time, each in a thread: most of XLA's work keeps a single processor busy."""
+"""Make programs at the same time, each in a thread: most of XLA's work keeps a single processor busy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What ``calls`` return, made at the same time. Ctrl-C does not wait for the compiler, which cannot be stopped."""
-    precision = jax.config.values["jax_default_matmul_precision"]  # what is set in a context holds in its thread alone
+    """Run ``calls`` at the same time and return their results. Ctrl-C does not wait for the compiler."""
+    precision = jax.config.values["jax_default_matmul_precision"]  # a context's setting holds in its thread only
 
     made: list[Future[Any]] = [Future() for _ in calls]
 
@@ -25,7 +25,7 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             result.set_exception(error)
 
     for call, result in zip(calls, made, strict=True):
-        # Not a pool's: those are waited for when the process ends.
+        # Not a pool: its threads are waited for when the process ends.
         # In a copy of the context, so that compilations count for the caller.
         target = copy_context().run
         threading.Thread(target=target, args=(one, call, result), name="canvax compile", daemon=True).start()

@@ -1,7 +1,7 @@
-"""A private folder of compiled programs: which files may be run, what a file looks like, and which files go.
+"""A private folder of compiled programs: which files may be run, their format, and which files are removed.
 
-An executable is machine code. It is loaded only if its folder and its file belong to the user or root and nobody else
-can write to them.
+An executable is machine code. It is loaded only if its folder and its file belong to the user or root, and no other
+user can write to them.
 
 programs/KEY.program    a header (JSON with the SHA-256 of the executable, on one line), then the executable
 """
@@ -47,7 +47,7 @@ class StoredProgram(NamedTuple):
 
     @property
     def header(self) -> dict[str, Any]:
-        """Its description of itself, unchecked, to be shown; empty if it cannot be read."""
+        """The file's unchecked description of itself; empty if it cannot be read."""
         with suppress(OSError, CanvaxError), _open_private(self.path) as file:
             return _parsed(file.readline(_MAX_HEADER))
         return {}
@@ -66,7 +66,7 @@ def cache_path() -> Path | None:
         folder = Path(os.path.expanduser(named)) if named else usual_path()
     except RuntimeError:
         raise InputError(f"there is no home folder; set {FOLDER} to a folder") from None
-    if not folder.is_absolute():  # in a downloaded folder it would be the programs of whoever made that
+    if not folder.is_absolute():  # in a downloaded folder it could hold programs of other people
         raise InputError(
             f"the cache folder {str(folder)!r} depends on where canvax is started; set {FOLDER} to an absolute path"
         )
@@ -164,7 +164,7 @@ def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
 
 
 def remove(path: Path, reason: object) -> None:
-    """Remove a file that is of no use."""
+    """Remove a file that cannot be used."""
     logger.debug("%s: %s; it is made again", path, reason)
     _unlink(path)
 
@@ -180,7 +180,7 @@ def stored_programs() -> list[StoredProgram]:
 
 
 def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
-    """Remove what has not been used for so long; return how many files, and their bytes. Other files stay.
+    """Remove programs that have not been used for so long; return how many, and their bytes. Other files stay.
 
     Raises:
         CanvaxError: the folder cannot be used (``cache_path``), or others can write to it.
@@ -191,7 +191,7 @@ def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
 
 
 def _open_private(path: Path) -> BinaryIO:
-    """Open a file that nobody else can write to; a link is refused, and a pipe, whose reader would wait for ever."""
+    """Open a file that no other user can write to; refuse links and pipes, whose reader would wait for ever."""
     flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
     descriptor = os.open(path, os.O_RDONLY | sum(getattr(os, flag, 0) for flag in flags))
     try:
@@ -203,9 +203,9 @@ def _open_private(path: Path) -> BinaryIO:
 
 
 def _refuse(path: Path, status: os.stat_result, *, folder: bool) -> None:
-    """Raise CanvaxError for another kind of file, such as a link, and for what others could have written.
+    """Raise CanvaxError for another kind of file, such as a link, and for files that other users could have written.
 
-    Root could write anywhere.
+    Files of root are accepted, since root could write anywhere.
     """
     owned = hasattr(os, "geteuid")
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
@@ -240,7 +240,7 @@ def _files(programs: Path) -> Iterator[StoredProgram]:
 
 
 def _evict(just_written: Path) -> None:
-    """Remove what killed processes left, and what was used longest ago until the rest fits."""
+    """Remove leftovers of killed processes, then the programs used longest ago until the rest fits."""
     stored = sorted(_files(just_written.parent), key=lambda file: file.used)
     total, limit = sum(file.size for file in stored), size_limit()
     for path, size, used in stored:

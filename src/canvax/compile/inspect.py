@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text."""
+"""Read from its text what a compiled program does."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-"""Operations by which devices talk to each other, as XLA names them."""
+"""Communication between devices, as XLA names it."""
 
 _OPERATION = re.compile(rf"\s(ragged-)?({'|'.join(COLLECTIVES)})(-start)?\(")
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How often each kind of collective stands in the text of a compiled program (``compiled.as_text()``).
+    """Count each kind of collective in the text of a compiled program (``compiled.as_text()``).
 
-    One that is split into its start and its end counts once, and one in a loop counts once, however often the loop
-    runs. A kind that does not occur is not in the result, so an empty one says that devices never wait for each other.
+    A collective that is split into start and end counts once, and one in a loop counts once, however often the loop
+    runs. Kinds that do not occur are not in the result: if it is empty, devices never wait for each other.
     """
     counts: dict[str, int] = {}
     for match in _OPERATION.finditer(text):

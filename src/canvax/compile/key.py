@@ -1,7 +1,7 @@
-"""Describes what an executable depends on: where two processes agree on all of it, one may use the other's.
+"""Describe all that an executable depends on: processes with equal descriptions may share it.
 
-Too much here costs a compilation that was not needed. Too little loads a program that is wrong, or that the machine
-cannot run: what is not surely harmless belongs in.
+Too much here causes a compilation that was not needed. Too little loads a program that is wrong, or that the machine
+cannot run. So a value belongs here unless it is surely harmless.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ def software() -> dict[str, str]:
 
 
 def edited() -> bool:
-    """Return whether canvax's sources were changed after they were imported: the process may not run what they say.
+    """Return whether canvax's sources were changed after they were imported: the process may run older ones.
 
-    No clock is asked: canvax may be younger than the process that imports it, and times of files come from elsewhere.
+    Clocks are not compared: canvax may be younger than the process that imports it, and times of files may come from
+    another machine.
     """
     return _changes() != _IMPORTED
 
@@ -153,7 +154,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _sharding(sharding: Any, mesh: Mesh) -> str:
-    """Return the part of a sharding that differs between arguments; the mesh itself stands there once."""
+    """Return the part of a sharding that differs between arguments; the key has the mesh itself once."""
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return f"{sharding.spec} {sharding.memory_kind}"
     return repr(sharding)

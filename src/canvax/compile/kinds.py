@@ -1,4 +1,4 @@
-"""Programs as values, and what of a call decides which of them it needs."""
+"""Programs as values, and the facts about a call that decide which of them it needs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from canvax.guidance import PLAIN, Guidance
 from canvax.models.beside import ADAPTERS, Places
 from canvax.models.denoiser import Denoiser, Shapes
 from canvax.models.networks import Networks
+from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import on_devices
 from canvax.params import Params
@@ -23,14 +24,14 @@ from canvax.quantize import compute_dtype
 from canvax.types import DType
 
 PROGRAMS = ("text encoder", "image encoder", "control encoder", "image prompt encoder", "denoiser", "decoder")
-"""What they are called where they are announced."""
+"""Names of programs in announcements."""
 
 DENOISERS = {True: "guided denoiser", False: "denoiser"}
-"""Names of the denoisers of a run among its programs, with guidance and without."""
+"""Names of the denoisers among the programs of a run, with guidance and without."""
 
 
 def reference_encoder(size: tuple[int, int]) -> str:
-    """The name, among the programs of a run, of what encodes a reference image of a height and width."""
+    """Return the name, among the programs of a run, of the encoder of a reference image of a height and width."""
     return f"image encoder {size[1]}x{size[0]}"
 
 
@@ -40,15 +41,16 @@ LatentShape = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class ProgramSpec:
-    """A function of parameters and arrays, to be compiled.
+    """A function of parameters and arrays to compile.
 
     Attributes:
-        name: for people, one of ``PROGRAMS``.
-        function: with its static keyword arguments.
-        components: of the parameters that it reads. One name: its first argument is that component. Several: a dict.
+        name: one of ``PROGRAMS``, for people.
+        function: the function with its static keyword arguments.
+        components: components of the parameters that it reads. With one name, its first argument is that component;
+            with several, a dict.
         inputs: shapes, dtypes and shardings of its other arguments.
-        places: slots of unmerged adapters, for the components that have such slots.
-        facts: what ``canvax cache`` tells of it.
+        places: slots of unmerged adapters, for the components that have them.
+        facts: its description for ``canvax cache``.
     """
 
     name: str
@@ -64,7 +66,7 @@ class ProgramSpec:
         return (self.components,) if isinstance(self.components, str) else self.components
 
     def weights(self, params: Params) -> Params:
-        """Its first argument."""
+        """Return its first argument."""
         if isinstance(self.components, str):
             return self._component(params, self.components)
         return {name: self._component(params, name) for name in self.components}
@@ -75,7 +77,7 @@ class ProgramSpec:
         return {**params[name], ADAPTERS: params[ADAPTERS][name]}
 
     def description(self, weights: Params) -> dict[str, Any]:
-        """What ``canvax cache`` tells of it, with these weights."""
+        """Return its description for ``canvax cache``, with these weights."""
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
         return {"program": self.name, "parameters": parameters, "dtype": str(compute_dtype(weights)), **self.facts}
 
@@ -84,15 +86,15 @@ class Compiled(NamedTuple):
     """A program that can be run.
 
     Attributes:
-        program: what it was compiled from.
-        executable: of its weights and inputs.
+        program: the spec that it was compiled from.
+        executable: a function of its weights and inputs.
     """
 
     program: ProgramSpec
     executable: Any
 
     def __call__(self, params: Params, *inputs: Any) -> Any:
-        """Its outputs; ``params`` are those of all components. Weights that wait are on the devices meanwhile."""
+        """Run it with the ``params`` of all components; weights in host memory are on the devices meanwhile."""
         present = {name: on_devices(params[name]) for name in self.program.reads}
         return self.executable(self.program.weights({**params, **present}), *inputs)
 
@@ -103,13 +105,13 @@ Ready = Mapping[str, Compiled]
 
 @dataclass(frozen=True)
 class Site:
-    """What programs are made for.
+    """The model, devices and shapes that programs are compiled for.
 
     Attributes:
         networks: the model.
         mesh: the devices.
-        latents: of the batch.
-        dtypes: those of the parameters of each component.
+        latents: shape of the batch's latents.
+        dtypes: dtype of each component's parameters.
     """
 
     networks: Networks
@@ -133,14 +135,14 @@ class Site:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=over_batch(self.mesh))
 
     def reader(self, name: str, read: partial[Any], component: str, *shape: int, **facts: Any) -> ProgramSpec:
-        """Return a program that reads something of this shape, float32, for an image at a time."""
+        """Return a program that reads an input of this shape, float32, for one image at a time."""
         alone = padded_batch(1, self.mesh)
         inputs = (self.batched((alone, *shape)),)
         return ProgramSpec(name, read, component, inputs, facts={"batch": alone, **facts})
 
 
 class Addition:
-    """What a call adds to its programs: a frozen record, equal where they are."""
+    """An addition of a call to its programs: a frozen record, equal if the programs are equal."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,7 +151,7 @@ class Addition:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """What the denoiser with it reads besides its own parameters."""
+        """Components that the denoiser reads in addition to its own parameters."""
         return ()
 
     def programs(self, site: Site) -> dict[str, ProgramSpec]:
@@ -157,11 +159,15 @@ class Addition:
         return {}
 
     def conditions(self, site: Site) -> Shapes:
-        """Return the shapes of its conditions, which each prompt has."""
+        """Return the shapes of its conditions, which are given for each prompt."""
         return {}
 
+    def read_by(self, text: TextEncoders) -> TextEncoders:
+        """Return the text encoders with what they read of it."""
+        return text
+
     def around(self, denoiser: Denoiser, networks: Networks) -> Denoiser:
-        """Return the denoiser with what it puts around it."""
+        """Return the denoiser, in a wrapper if the addition has one."""
         return denoiser
 
 
@@ -169,15 +175,15 @@ A = TypeVar("A", bound=Addition)
 
 
 class Kinds(NamedTuple):
-    """What of a call decides its programs, besides the shapes of its arrays.
+    """The facts about a call that decide its programs, in addition to the shapes of its arrays.
 
     Attributes:
         guided: denoisers with guidance (True), without (False), or both.
-        guidance: the rule of denoisers with guidance; the others have that of ``canvax.guidance.off``.
-        decoder: None for none.
-        lengths: of each prompt, for each text encoder; the shortest ones if empty.
-        places: for adapters beside the weights; None for weights alone.
-        adds: what the call adds, of each class at most one (``canvax.compile.additions``).
+        guidance: the rule of denoisers with guidance; the others use that of ``canvax.guidance.off``.
+        decoder: "whole", "tiled" or None.
+        lengths: length of the prompts for each text encoder; the shortest ones if empty.
+        places: slots of adapters beside the weights, or None.
+        adds: additions of the call, at most one of each class (``canvax.compile.additions``).
     """
 
     guided: tuple[bool, ...] = (True,)
@@ -188,10 +194,10 @@ class Kinds(NamedTuple):
     adds: tuple[Addition, ...] = ()
 
     def adding(self, *adds: Addition | Any) -> Kinds:
-        """Return these kinds with additions in place of those of the same class; leave out what is false."""
+        """Return these kinds with additions that replace those of the same class; ignore false values."""
         by_class = {type(add).__name__: add for add in (*self.adds, *adds) if add}
         return self._replace(adds=tuple(by_class[name] for name in sorted(by_class)))
 
     def of(self, kind: type[A]) -> A | None:
-        """Return the addition of a class; None without."""
+        """Return the addition of a class, or None."""
         return next((add for add in self.adds if isinstance(add, kind)), None)

@@ -1,4 +1,4 @@
-"""Counts traces and compilations through JAX's own monitoring events, and knows the age of the process."""
+"""Count traces and compilations through JAX's own monitoring events, and tell the age of the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax.monitoring
 
 @dataclass
 class Counts:
-    """What JAX did.
+    """Counts of JAX's work.
 
     Attributes:
         compilations: programs that its backend compiled, or that came from JAX's persistent cache.
@@ -64,20 +64,20 @@ def counting() -> Iterator[Counts]:
 
 
 def compilations() -> int:
-    """Programs that JAX has compiled in this process since canvax was imported, canvax's or not, in any thread.
+    """Return the number of programs, in any thread, that JAX has compiled since canvax was imported.
 
-    One that comes from JAX's persistent cache counts, one that canvax loads ready-made does not.
+    Programs of other code and of JAX's persistent cache count; programs that canvax's cache holds do not.
     """
     return _process.compilations
 
 
 def traces() -> int:
-    """Functions that JAX has traced in this process since canvax was imported, canvax's or not, in any thread."""
+    """Return the number of functions, in any thread, that JAX has traced since canvax was imported."""
     return _process.traces
 
 
 def process_age() -> float:
-    """Seconds since this process began; where the system does not tell, since this module was imported."""
+    """Return the seconds since this process began or, on systems that do not tell, since this module was imported."""
     since_import = time.perf_counter() - _IMPORTED
     with suppress(OSError, AttributeError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

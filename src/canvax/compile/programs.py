@@ -1,7 +1,7 @@
-"""The programs of a model on a mesh: which ones a call needs, and each of them compiled once.
+"""The programs of a model on a mesh: select those that a call needs, and compile each once.
 
-A program is decided by the networks, the shapes, the dtypes, the mesh and guidance on or off; nothing else. Each is
-compiled ahead of its first call, so that compiling is seen and timed as what it is.
+Networks, shapes, dtypes, mesh and guidance on or off decide a program; nothing else does. Each is compiled ahead of its
+first call, so that compiling is shown and timed separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from canvax.kernels.target import compile_or_fall_back
 from canvax.models.beside import ADAPTERS
 from canvax.models.decode import decode_images, decode_packed
 from canvax.models.networks import Networks
-from canvax.models.text import encode_and_join
+from canvax.models.text import TextEncoders, encode_and_join
 from canvax.originals import foreign, replaced
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
@@ -39,13 +39,13 @@ from canvax.samplers.table import SLOTS
 from canvax.types import Array, DType
 
 MOST_PROGRAMS = 64
-"""Programs that stay in memory; of more, the one that was not used for longest goes."""
+"""The most programs in memory; the one that was used longest ago is dropped first."""
 
 PLAIN = Kinds()
 
 
 class _CachedReady(NamedTuple):
-    """The programs that ``Programs.ready`` returned for a request and for arrays of parameters (weak references)."""
+    """Programs that ``Programs.ready`` returned for a request and for arrays of parameters (weak references)."""
 
     request: Any
     leaves: list[weakref.ref[Any]]
@@ -53,7 +53,7 @@ class _CachedReady(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A program with the abstract arguments that it is compiled for, and the key that it has in memory."""
+    """A program with the abstract arguments that it is compiled for, and its key in memory."""
 
     program: ProgramSpec
     arguments: tuple[Any, ...]
@@ -81,7 +81,7 @@ class Programs:
     _recent: deque[_CachedReady] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
 
     def wanted(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN) -> dict[str, ProgramSpec]:
-        """The programs of a run on latents [B, h, w, C].
+        """Return the programs of a run on latents [B, h, w, C].
 
         text encoder            what each text encoder reads -> conditions, and the outputs of each encoder; see
                                 ``canvax.models.text.encode_and_join``
@@ -90,12 +90,12 @@ class Programs:
                                 image, too
         denoiser                ``StepInputs``, as ``canvax.denoise``
         guided denoiser         the same with the negative prompt
-        the component of a network that reads control images or image prompts: what it keeps of an image
+        the component of a network that reads control images or image prompts: an image -> its encoding
 
         Args:
             params: the parameters or their shapes, whose dtypes decide.
-            latents: of the batch.
-            kinds: what of the call decides.
+            latents: shape of the batch's latents.
+            kinds: the facts about the call that decide.
         """
         dtypes = {name: compute_dtype(part) for name, part in params.items() if name in self.networks.components}
         return self._wanted(dtypes, latents, kinds)
@@ -103,12 +103,12 @@ class Programs:
     def ready(
         self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN, announce: BuildCallback | None = None
     ) -> Ready:
-        """The programs of ``wanted``, compiled at the same time.
+        """Return the programs of ``wanted``, compiled at the same time.
 
         ``params`` are the parameters or their shapes; ``announce`` is called for each program that is made.
         """
-        # Looking at the thousands of arrays of a model takes 3 to 30 ms, which a call like one before need not do. A
-        # few are kept, for who goes to and fro between tasks or sizes. What differs soonest is compared first.
+        # Checking the thousands of arrays of a model takes 3 to 30 ms, which a call like an earlier one can skip. A few
+        # are kept, for users who switch between tasks or sizes. The part that differs most often is compared first.
         leaves, structure = jax.tree.flatten(params)
         code = replaced(), foreign(self.networks, kinds)
         request = latents, kinds, jax.config.values["jax_default_matmul_precision"], code, structure
@@ -123,7 +123,7 @@ class Programs:
     def compile(
         self, params: Params, wanted: Mapping[str, ProgramSpec], announce: BuildCallback | None = None
     ) -> dict[str, Compiled]:
-        """``wanted`` programs, those that are missing compiled at the same time."""
+        """Return the ``wanted`` programs; compile those that are missing at the same time."""
         calls = {name: self._call(params, program) for name, program in wanted.items()}
         programs = {name: program for name, call in calls.items() if (program := self._held(call.key))}
         missing = [name for name in calls if name not in programs]
@@ -139,13 +139,13 @@ class Programs:
         kinds: Kinds = PLAIN,
         announce: BuildCallback | None = None,
     ) -> Compiled:
-        """One of the programs of a run; ``params`` need hold no other components than those that it reads."""
+        """Return one of the programs of a run; ``params`` only need the components that it reads."""
         return self.compile(params, {name: self.wanted(params, latents, kinds)[name]}, announce)[name]
 
     def _wanted(self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds) -> dict[str, ProgramSpec]:
         networks, batch, places = self.networks, latents[0], kinds.places
         site = Site(networks, self.mesh, latents, dtypes)
-        text = replace(networks.text, places=places)
+        text = replace(self._text(kinds), places=places)
         inputs: tuple[Any, ...] = (
             jax.tree.map(lambda leaf: site.batched((batch, *leaf.shape), leaf.dtype), text.inputs(kinds.lengths)),
         )
@@ -162,13 +162,20 @@ class Programs:
         programs |= {DENOISERS[guided]: self._denoiser(site, kinds, guided=guided) for guided in kinds.guided}
         return programs | {name: program for add in kinds.adds for name, program in add.programs(site).items()}
 
+    def _text(self, kinds: Kinds) -> TextEncoders:
+        """Return the text encoders with what they read of a call besides its prompts."""
+        text = self.networks.text
+        for add in kinds.adds:
+            text = add.read_by(text)
+        return text
+
     def _denoiser(self, site: Site, kinds: Kinds, *, guided: bool) -> ProgramSpec:
         networks, loop, dtypes, batch = self.networks, site.loop, site.dtypes, site.latents[0]
         guidance = kinds.guidance if guided else off(kinds.guidance)
         denoiser = networks.denoiser_of(guidance.samples)
         for add in kinds.adds:
             denoiser = add.around(denoiser, networks)
-        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
+        text = self._text(kinds).conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         reads = denoiser.inputs(loop, text, dtypes.__getitem__)
         sizes = dict.fromkeys(networks.packing.sizes(site.latents[2]), jax.ShapeDtypeStruct((batch,), jnp.int32))
         conditions = {**text, **reads.conditions, **sizes}
@@ -204,7 +211,7 @@ class Programs:
         return ProgramSpec("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)
 
     def _split(self, shapes: Any) -> Any:
-        """Shapes of arrays that are split over the batch."""
+        """Return shapes of arrays that are split over the batch."""
         split = over_batch(self.mesh)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), shapes)
 
@@ -212,7 +219,7 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
 
     def _one(self) -> jax.ShapeDtypeStruct:
-        """A whole number."""
+        """Return the shape of an int32 scalar."""
         return self._whole((), jnp.int32)
 
     def _call(self, params: Params, program: ProgramSpec) -> _Call:
@@ -225,7 +232,7 @@ class Programs:
         return _Call(program, arguments, (program.name, static, structure, signature, ambient, code))
 
     def _made(self, call: _Call, announce: BuildCallback | None) -> Callable[..., Any]:
-        """The program, compiled by one thread alone."""
+        """Return the program, compiled by one thread while others wait."""
         with self._lock:
             building = self._building.setdefault(call.key, threading.Lock())
         with building:
@@ -242,7 +249,7 @@ class Programs:
         return program
 
     def _held(self, key: Any) -> Callable[..., Any] | None:
-        """The program, which becomes the last used; None if it is not there."""
+        """Return the program and mark it as used last; None if it is not compiled."""
         with self._lock:
             program = self._compiled.pop(key, None)
             if program is not None:
@@ -250,19 +257,19 @@ class Programs:
             return program
 
     def entry(self, name: str, params: Params, wanted: Sequence[ProgramSpec]) -> CacheEntry | None:
-        """Where what is called ``name`` is stored about programs; None if one of them is not stored."""
+        """Return the place of an entry ``name`` about programs; None if one of them is not stored."""
         entries = [entry for program in wanted if (entry := self._entry(self._call(params, program)))]
         return entries[0].derived(name, entries[1:]) if len(entries) == len(wanted) else None
 
     def _entry(self, call: _Call) -> CacheEntry | None:
-        if foreign(call.program.function):  # whose names mean something else in other processes
+        if foreign(call.program.function):  # its names mean something else in other processes
             return None
         decisive = {"precision": self.precision, "stacked": self.stacked}
         description = call.program.description(call.arguments[0])
         return find_entry(call.program.function, call.arguments, self.mesh, description, **decisive)
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, bool]:
-        """The compiled program, and whether it may be stored for other processes."""
+        """Return the compiled program, and whether it may be stored for other processes."""
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
         if self.stacked:
             function = on_each_device(function, self.mesh, arguments)

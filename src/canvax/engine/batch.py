@@ -1,8 +1,8 @@
-"""The images in flight on the devices: put one into a slot, step all of them, take one out.
+"""The images in flight on the devices: put an image into a slot, step all images, take an image out.
 
-Each image stands at its own row of its own table, with its own prompt, guidance and key, so a pipeline that starts all
-its images together and a server that lets them come and go run the same programs. An image's latents depend on nothing
-but itself: in any company, at any slot, they are the same but for rounding.
+Each image is at a row of its table, with its prompt, guidance and key. A pipeline that starts all its images together
+and a server whose images come and go run the same programs. An image's latents depend on the image alone: in any batch,
+at any slot, they are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from canvax.samplers.table import NOISE, SLOTS, SamplerTable
 from canvax.types import Array, HostArray
 
 Prompts = tuple[Conditions, ...]
-"""As ``InFlight.prompts``."""
+"""Conditions of prompts; see ``InFlight.prompts``."""
 
 
 @dataclass(eq=False)
 class Run:
-    """How far an image is.
+    """Progress of an image.
 
     Attributes:
-        table: of its sampler.
-        guided: [R] bool, rows that need the negative prompt.
-        row: that comes next.
-        later: other prompts from a row on, each [1, ...] on the host.
+        table: table of its sampler.
+        guided: rows that need the negative prompt, [R] bool.
+        row: the next row.
+        later: prompts that replace the first ones from a row on, each [1, ...] on the host.
         columns: further numbers of each row that the denoiser and its guidance read, each [R, ...] float32; zeros if
             left out.
     """
@@ -58,9 +58,9 @@ class Run:
 
 
 class ParkedImage(NamedTuple):
-    """An image between batches: how far it is, and all that a batch holds of it, [1, ...] each.
+    """The state of an image between batches: its progress, and its arrays, [1, ...] each.
 
-    On the host, but for what is from a batch of one image, which may be on its devices.
+    The arrays are on the host, except those from a batch of one image, which may be on its devices.
     """
 
     flight: InFlight
@@ -83,7 +83,7 @@ class Begun(NamedTuple):
     deep: DeepPlan | None = None
 
     def parked(self) -> dict[int, ParkedImage]:
-        """All images by slot. Needs all devices in this process."""
+        """Return the state of all images by slot. Needs all devices in this process."""
         alone = len(self.runs) == 1  # nothing is cut out of its arrays, and they do not change
         host, later = self.flight if alone else jax.device_get(self.flight), jax.device_get(dict(self.later))
         parked = {}
@@ -199,7 +199,7 @@ class Batch:
                     "slot", "holds an image", cure=f"take it out first, or choose one of {self.free}", value=slot
                 )
         if self._deep is not None:
-            raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
+            raise InputError("this batch reuses deep features, which images at other rows cannot share; fill it")
         flights = {
             slot: image.flight._replace(prompts=self._suited(image.flight.prompts)) for slot, image in images.items()
         }
@@ -213,7 +213,8 @@ class Batch:
         self._flight, self._x = put_all(host, self._split), None
 
     def carried(self) -> dict[int, ParkedImage]:
-        """All images by slot, to go on in another batch; this one goes on, too. Needs all devices in this process."""
+        """Return the state of all images by slot, for another batch; this batch continues, too. Needs all devices in
+        this process."""
         return {} if self._flight is None else Begun(self._flight, self._runs, self._later).parked()
 
     def step(self, rows: int = 1) -> list[int]:
@@ -247,7 +248,7 @@ class Batch:
         return [slot for slot, run in active.items() if not run.left]
 
     def take(self, slot: int) -> HostArray:
-        """The latents of a finished image [h, w, C] float32; its slot is free then."""
+        """Return the latents of a finished image [h, w, C] float32, and free its slot."""
         indices, rows = local_rows(self.samples)
         self._runs[slot] = None
         return self.unpacked(rows[indices.index(slot)])
@@ -268,7 +269,7 @@ class Batch:
         self._runs[slot] = None
 
     def left(self, slot: int) -> int:
-        """Rows that the image in a slot has to go."""
+        """Return the remaining rows of the image in a slot."""
         run = self._runs[slot]
         return run.left if run else 0
 
@@ -291,19 +292,19 @@ class Batch:
         return self._x
 
     def _on_host(self, like: InFlight) -> InFlight:
-        """What is in flight, to write to; where nothing is, zeros for images such as ``like``."""
+        """Return the arrays in flight, for writing; zeros for images such as ``like`` if there are none."""
         if self._flight is not None:
             return jax.tree.map(np.array, jax.device_get(self._flight))
         return jax.tree.map(lambda leaf: np.zeros((self.latents[0], *leaf.shape[1:]), leaf.dtype), like)
 
     def _suited(self, prompts: Prompts) -> Prompts:
-        """What an image without guidance brings into a batch with it: the prompt in place of the negative one."""
+        """Return the prompts of an image as this batch holds them: an image without guidance repeats its prompt."""
         if True not in self._denoisers:
             return _unguided(prompts)
         return prompts if len(prompts) > 1 else (*prompts, *prompts)
 
     def _change_prompts(self, active: Mapping[int, Run], flight: InFlight) -> InFlight:
-        """With the other prompts of images that have come to them."""
+        """Replace prompts of images that have come to a row with others."""
         changes = {slot: run.later[run.row] for slot, run in active.items() if run.row in run.later}
         if changes:
             host = jax.tree.map(np.array, jax.device_get(flight))
@@ -313,7 +314,7 @@ class Batch:
         return flight
 
     def _next(self, active: Sequence[Run], rows: int) -> tuple[bool, int]:
-        """Whether the next call is guided, and for how many rows nothing changes."""
+        """Return if the next call is guided, and for how many rows that and the images stay the same."""
         most = min(rows, WINDOW, *(run.left for run in active))
         if len(self._denoisers) == 1:
             return next(iter(self._denoisers)), most
@@ -324,7 +325,7 @@ class Batch:
     def _window(
         self, active: Mapping[int, Run], denoiser: Compiled
     ) -> tuple[Mapping[str, Array], dict[str, HostArray]]:
-        """The next rows of all slots on the devices, and the columns that all images share."""
+        """Return the next rows of all slots on the devices, and the columns that all images share."""
         windows: dict[tuple[int, int], dict[str, HostArray]] = {}
         for run in active.values():
             if (at := (id(run.table), run.row)) not in windows:
@@ -334,7 +335,7 @@ class Batch:
         waiting = any(run is not None and not run.left for run in self._runs)
         columns: dict[str, HostArray] = {}
         for name, idle in IDLE_ROWS.items():
-            if len(windows) == 1 and not waiting:  # slots without an image too: nobody reads what becomes of them
+            if len(windows) == 1 and not waiting:  # slots without an image too: their results are never read
                 (window,) = windows.values()
                 column = np.broadcast_to(window[name], (len(current), *idle.shape))
             else:
@@ -358,24 +359,24 @@ class Batch:
         return put_all(columns, self._split), shared
 
     def _memory_at(self, row: int, denoiser: Compiled) -> Any:
-        """What the denoiser remembers before a row: nothing where a program begins."""
+        """Return the denoiser's memory of the rows before a row: zeros at the first row of a program."""
         if self._deep is not None and row not in self._deep.starts:
             return self._memory
         (inputs,) = denoiser.program.inputs
         return jax.tree.map(lambda leaf: put(np.zeros(leaf.shape, leaf.dtype), self._split), inputs.memory)
 
     def _put(self, array: HostArray) -> Array:
-        """On the devices, split over the batch, which is filled up with copies of its last entry."""
+        """Put an array on the devices, split over the batch, which is filled up with copies of its last entry."""
         return put(filled(array, self.latents[0]), self._split)
 
 
 def _unguided(prompts: Prompts) -> Prompts:
-    """The prompt alone, without the negative one before it."""
+    """Return the prompt alone, without the negative prompt."""
     return prompts[:2][-1:]
 
 
 def _at(host: Any, slot: int) -> Any:
-    """One image of arrays on the host."""
+    """Return one image of arrays on the host."""
     return jax.tree.map(lambda leaf: leaf[slot : slot + 1], host)
 
 
@@ -385,6 +386,6 @@ def _write(host: InFlight, slot: int, image: InFlight) -> None:
 
 
 def filled(array: HostArray, batch: int) -> HostArray:
-    """``array`` [n, ...] with copies of its last entry behind it: [batch, ...]."""
+    """Return ``array`` [n, ...] with copies of its last entry after it, [batch, ...]."""
     missing = batch - len(array)
     return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)]) if missing else array

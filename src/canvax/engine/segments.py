@@ -1,4 +1,4 @@
-"""Which program runs which rows of a table: with guidance or without, all of the network or its outer layers alone."""
+"""Rows of a table and their programs: with guidance or without, the whole network or its outer layers alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from canvax.samplers import SamplerTable
 
 
 def guided_rows(table: SamplerTable, *, guided: bool = True) -> np.ndarray:
-    """Rows that need the negative prompt, [R] bool.
+    """Return the rows that need the negative prompt, [R] bool.
 
-    A guidance scale of 1 is the conditional output itself, so that nothing else need be computed (Kynkaanniemi et al.
-    2024); any other one, 0.5 too, needs both halves. Without ``guided`` none does.
+    A guidance scale of 1 is the conditional output itself, so nothing else need be computed (Kynkaanniemi et al. 2024);
+    any other scale, 0.5 too, needs both halves. Without ``guided`` no row needs it.
     """
     return np.logical_and(guided, table.guidance != OFF)
 
 
 def segments(rows: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of equal values in ``rows``: where each starts and stops."""
+    """Return the start and the stop of each run of equal values in ``rows``."""
     parts, start = [], 0
     for _, same in groupby(rows):
         stop = start + len(list(same))
@@ -34,12 +34,12 @@ def segments(rows: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class DeepPlan:
-    """Which rows compute the deep features of the network, and what the others make of those.
+    """Rows that compute the deep features of the network, and weights with which the other rows use them.
 
     Attributes:
-        full: [R] bool, rows that compute them.
-        weights: [R, 2] float32, what each row makes of those of the last two full rows before it, or of its own.
-        layers: what is computed in any case, of ``canvax.models.denoiser.Reusing``.
+        full: rows that compute them, [R] bool.
+        weights: weights of the features of the last two full rows for each row, [R, 2] float32.
+        layers: layers that every row computes; see ``canvax.models.denoiser.Reusing``.
         starts: rows at which another program begins, which has no features of rows before.
     """
 
@@ -50,15 +50,15 @@ class DeepPlan:
 
     @classmethod
     def of(cls, table: SamplerTable, guided: np.ndarray, every: int, layers: int) -> Self | None:
-        """The plan in which every ``every``-th row is full; None if all rows are.
+        """Return the plan in which every ``every``-th row is full; None if all rows are.
 
-        The first row of a segment is full, and the second, where a line needs two points.
+        The first row of a segment is full, and so is the second, since a line needs two points.
 
         Args:
             table: the rows.
-            guided: which of them are guided, [R] bool.
+            guided: rows with guidance, [R] bool.
             every: ``reuse`` of ``canvax.Options``.
-            layers: ``reuse_layers`` of the same.
+            layers: ``reuse_layers`` of ``canvax.Options``.
         """
         full, parts = np.zeros(len(table), bool), segments(guided)
         for start, stop in parts:
@@ -68,7 +68,7 @@ class DeepPlan:
         return None if full.all() else cls(full, weights, layers, tuple(start for start, _ in parts))
 
     def window(self, row: int) -> dict[str, np.ndarray]:
-        """The columns that ``canvax.models.denoiser.Reusing`` shares, for a call from ``row`` on."""
+        """Return the columns that ``canvax.models.denoiser.Reusing`` shares, for a call from ``row`` on."""
         held = len(self.full) - row
         full, weights = np.ones(WINDOW, bool), np.zeros((WINDOW, 2), np.float32)
         full[:held] = self.full[row : row + WINDOW]
@@ -77,10 +77,10 @@ class DeepPlan:
 
 
 def _weights(timestep: np.ndarray, full: np.ndarray, parts: list[tuple[int, int]]) -> np.ndarray:
-    """What each row makes of the last two full rows: (1, 0) takes the last as it is.
+    """Return the weights of the last two full rows for each row: (1, 0) takes the last as it is.
 
-    The line through both is followed to the timestep of the row (TaylorSeer: Liu et al. 2025, equation 3 with m = 1,
-    over timesteps instead of rows, which need not be even).
+    The line through both is extrapolated to the timestep of the row (TaylorSeer: Liu et al. 2025, equation 3 with m =
+    1, over timesteps instead of rows, which need not be even).
     """
     weights = np.tile(np.array([1, 0], np.float32), (len(full), 1))
     for start, stop in parts:

@@ -93,7 +93,7 @@ def check_family(name: str, config: UNetConfig, model: Model) -> None:
     wanted["latents of"] = model.vae.latent_channels
     if got == wanted:
         return
-    apart = [f"{name} {got[name]} in place of {wanted[name]}" for name in got if got[name] != wanted[name]]
+    apart = [f"{name} {got[name]} instead of {wanted[name]}" for name in got if got[name] != wanted[name]]
     made = BASES.get(config.cross_attention_dim)
     kind = BASES.get(base.cross_attention_dim, "another kind")
     belongs = f"is a ControlNet for {made}" if made and made != kind else "is a ControlNet for another kind of model"

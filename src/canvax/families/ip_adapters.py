@@ -30,7 +30,7 @@ def ip_adapter_of(files: NetworkFiles, model: Model) -> IPAdapter:
     if adapter.width != wanted:
         raise CheckpointError(
             f"{files}: is an IP-Adapter for {made}, and {model.name} is {kind if kind != made else 'not that'} (tokens "
-            f"of width {adapter.width} in place of {wanted}). Take an adapter for this kind of model."
+            f"of width {adapter.width} instead of {wanted}). Take an adapter for this kind of model."
         )
     if layers != len(adapter.attentions):
         raise CheckpointError(

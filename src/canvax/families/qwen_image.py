@@ -22,6 +22,7 @@ from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
 from canvax.models.qwen_image import LENGTHS, TEMPLATE, QwenImageConfig, QwenImageDenoiser
 from canvax.models.qwen_vae import QwenAutoencoder, QwenVaeConfig
+from canvax.models.qwen_vision import SeeingLanguageModel, VisionConfig
 from canvax.models.text import FIRST, TextEncoders
 from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
 from canvax.weights.files import ModelFiles
@@ -56,6 +57,9 @@ TEXT = QWEN3_VL | {
 }  # fmt: skip
 """Config fields that the arrays of a Qwen3-VL-8B do not determine."""
 
+MODULAR = "QwenImage21ModularPipeline", "QwenImage21TurboModularPipeline"
+"""Modular pipelines of diffusers."""
+
 DISTILLED = Defaults(num_inference_steps=8, guidance_scale=1.0)
 
 QWEN3_VL_8B = DecoderConfig(
@@ -64,28 +68,35 @@ QWEN3_VL_8B = DecoderConfig(
 
 
 def read(files: ModelFiles) -> Networks:
-    """Return the networks of a checkpoint; the transformer reads the last layer of the language model."""
+    """Return the networks of a checkpoint; the transformer reads the last layer of the language model.
+
+    A file of the language model may lack the vision tower: then the model does not edit.
+    """
     check_components(files, CLASSES)
     transformer, lm = parsed(QwenImageConfig, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     vae = QwenAutoencoder(parsed(QwenVaeConfig, files, "vae"))
     latents = transformer.in_channels, vae.latent_channels
     check_fit(files, latents=latents, text=(transformer.context_in_dim, lm.hidden_size))
-    return _networks(transformer, lm, vae)
+    eyes = parsed(VisionConfig, files, FIRST) if files.config(FIRST).get("vision_config", {}).get("depth") else None
+    return _networks(transformer, lm, vae, eyes)
 
 
-def _networks(transformer: QwenImageConfig, lm: DecoderConfig, vae: QwenAutoencoder) -> Networks:
-    text = LanguageModel(
-        lm, lm.num_hidden_layers, lengths=LENGTHS, most=LENGTHS[-1], normalised=False, tokenizer=PROCESSOR
-    )
-    return Networks(QwenImageDenoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
+def _networks(
+    transformer: QwenImageConfig, lm: DecoderConfig, vae: QwenAutoencoder, eyes: VisionConfig | None
+) -> Networks:
+    kind = LanguageModel if eyes is None else partial(SeeingLanguageModel, eyes=eyes)
+    text = kind(lm, lm.num_hidden_layers, lengths=LENGTHS, most=LENGTHS[-1], normalised=False, tokenizer=PROCESSOR)
+    denoiser = QwenImageDenoiser(transformer, edits=eyes is not None)
+    return Networks(denoiser, vae, TextEncoders((text,)), prediction="flow_prediction")
 
 
 def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
-    """Return the scheduler of a config; ``model_index.json`` of Turbo has the times of its steps."""
+    """Return the scheduler of a config; the index of Turbo has the times of its steps, a modular one may omit them."""
     scheduler, times = from_scheduler_config(config), files.index.get("sample_sigmas")
-    if times is None and files.index.get("is_distilled"):
-        steps = DISTILLED.num_inference_steps
+    steps, guessed = DISTILLED.num_inference_steps, times is None and files.index.get("is_distilled")
+    if guessed or (times is None and files.index["_class_name"] == MODULAR[1]):
         times = [1 - step / steps for step in range(steps)]
+    if guessed:
         warn(
             HintWarning(
                 f"{files}: the times of Turbo's steps are in the folder of its checkpoint and in no file; {steps} even "
@@ -126,7 +137,7 @@ QWEN_IMAGE = Family(
     name="qwen-image",
     title="Qwen-Image",
     models="Qwen-Image-2.1",
-    pipelines=("QwenImage21Pipeline",),
+    pipelines=("QwenImage21Pipeline", *MODULAR),
     read=read,
     tokenizer=partial(read_chat_tokenizer, template=TEMPLATE, empty=" "),
     classes=CLASSES,
@@ -148,5 +159,7 @@ QWEN_IMAGE = Family(
         stems=("", "turbo"),
     ),
     unused_options=NO_OPTIONS_OF_SDXL,
-    presets={"qwen-image-2.1": _networks(QwenImageConfig(), QWEN3_VL_8B, QwenAutoencoder(QwenVaeConfig()))},
+    presets={
+        "qwen-image-2.1": _networks(QwenImageConfig(), QWEN3_VL_8B, QwenAutoencoder(QwenVaeConfig()), VisionConfig())
+    },
 )

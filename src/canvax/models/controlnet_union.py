@@ -79,7 +79,7 @@ class UnionNet:
             faults.append("no addition_time_embed_dim")
         if {union.num_trans_channel, union.num_proj_channel} != {first}:
             faults.append(
-                f"num_trans_channel {union.num_trans_channel} and num_proj_channel {union.num_proj_channel} beside "
+                f"num_trans_channel {union.num_trans_channel} and num_proj_channel {union.num_proj_channel} with "
                 f"block_out_channels that begin with {first}"
             )
         if faults:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,17 @@ from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Epsilon, Ids, Layers, Range
-from canvax.models.dit import Rope, qk_norm_spec, rms_norm, rms_norm_spec, rotary_embedding, rotate, swiglu, swiglu_spec
+from canvax.models.dit import (
+    Rope,
+    attend_in_order,
+    qk_norm_spec,
+    rms_norm,
+    rms_norm_spec,
+    rotary_embedding,
+    rotate,
+    swiglu,
+    swiglu_spec,
+)
 from canvax.models.text import FIRST, Conditions, Shapes, TextEncoder
 from canvax.nn import embedding, embedding_spec, linear, linear_spec
 from canvax.params import Axis, Params, Spec
@@ -120,6 +130,27 @@ def _layer_spec(cfg: DecoderConfig) -> Spec:
     }
 
 
+class Seen(NamedTuple):
+    """Images in prompts.
+
+    Attributes:
+        features: those that replace the embedding, then those that are added after the first layers, [B, S, D] each.
+        slots: row of the features of each token [B, T] int32; -1 for text.
+        rope: positions of all tokens.
+    """
+
+    features: Sequence[Array]
+    slots: Array
+    rope: Rope
+
+    def added(self, i: int, h: Array) -> Array:
+        """Return ``h`` [B, T, D] with the features ``i`` of the images; those for 0 replace the embedding."""
+        if i >= len(self.features):
+            return h
+        rows = jnp.take_along_axis(self.features[i].astype(h.dtype), jnp.maximum(self.slots, 0)[:, :, None], axis=1)
+        return jnp.where((self.slots >= 0)[:, :, None], rows + h if i else rows, h)
+
+
 def decoder_lm(
     p: Params,
     ids: Array,
@@ -128,6 +159,7 @@ def decoder_lm(
     *,
     taps: tuple[int, ...],
     pad_position: int | None = None,
+    seen: Seen | None = None,
 ) -> Array:
     """Encode token ids to the residual stream after some layers.
 
@@ -141,6 +173,7 @@ def decoder_lm(
         cfg: the config.
         taps: indices of layers, as in transformers' ``hidden_states``; 0 is the embedding.
         pad_position: position of all padding tokens; None to number them after the prompt.
+        seen: images in the prompts.
 
     Returns:
         [B, T, taps, D] in the dtype of the parameters.
@@ -151,10 +184,13 @@ def decoder_lm(
         positions = jnp.where(positions < lengths[:, None], positions, pad_position)
     rope = rotary_embedding(positions[..., None], (cfg.width_of_head,), cfg.rope_theta)
     h = embedding(p["embed_tokens"], ids)
+    if seen:
+        rope, h = seen.rope, seen.added(0, h)
     stream = [h]
     with scope("text_encoder"):
         for i in range(max(taps)):
-            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg, where=f"layers.{i}")
+            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg, long=seen is not None, where=f"layers.{i}")
+            h = seen.added(i + 1, h) if seen else h
             stream.append(h)
     if "norm" in p:
         stream[-1] = rms_norm(p["norm"], h, eps=cfg.rms_norm_eps)
@@ -162,7 +198,7 @@ def decoder_lm(
 
 
 @outlined
-def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfig) -> Array:
+def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfig, long: bool) -> Array:
     """Apply one pre-norm layer, [B, T, D] -> [B, T, D]."""
     a, eps = p["self_attn"], cfg.rms_norm_eps
     h = rms_norm(p["input_layernorm"], x, eps=eps)
@@ -170,7 +206,11 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
     q, k, v = (linear(a[name], h).reshape(split) for name in ("q_proj", "k_proj", "v_proj"))
     if cfg.model_type in NORMALISED:
         q, k = rms_norm(a["q_norm"], q, eps=eps), rms_norm(a["k_norm"], k, eps=eps)
-    h = attention(rotate(q, rope), rotate(k, rope), v, lengths=lengths, causal=True)
+    q, k = rotate(q, rope), rotate(k, rope)
+    if long:
+        h = attend_in_order(q, k, v, jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2]))
+    else:
+        h = attention(q, k, v, lengths=lengths, causal=True)
     x = x + linear(a["o_proj"], h.reshape(*x.shape[:2], -1))
     return x + swiglu(p["mlp"], rms_norm(p["post_attention_layernorm"], x, eps=eps), PROJECTIONS)
 

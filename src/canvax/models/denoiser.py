@@ -41,6 +41,9 @@ others (``Facts.roles``), for rules of guidance that name them."""
 COLUMNS = "columns"
 """Condition of a network of tokens: the images' width in tokens, [B] int32."""
 
+MOST_REFERENCES = 10
+"""Reference images of a call."""
+
 REFERENCES = "references"
 """Condition of a network that edits, with R tokens of reference images, padding included: ``tokens`` [B, R, C] float32;
 ``ids`` [B, R, 3] int32, index of the reference from 1 on, row and column of a token; ``count`` [B] int32, tokens
@@ -116,6 +119,8 @@ class Facts:
             references keep their size.
         whole_reference: maximum pixels of a single reference image that is padded by reflection instead of cropped; 0
             if it is always cropped, as several references are.
+        reference_pixels: pixels that every reference is scaled to, with sides of an even number of tokens; 0 if only
+            large ones are made smaller.
         offers: names of the ``Extras`` that it supports.
         roles: those that it knows; it need not tell the prompt from the negative one.
     """
@@ -130,6 +135,7 @@ class Facts:
     edits: bool = False
     reference_sizes: tuple[tuple[int, int], ...] = ()
     whole_reference: int = 0
+    reference_pixels: int = 0
     offers: tuple[str, ...] = ()
     roles: tuple[int, ...] = (NEGATIVE, PROMPT)
 

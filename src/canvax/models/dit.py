@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.kernels.attention import attention
+from canvax.kernels.attention import attention, plain_attention
 from canvax.kernels.outline import outlined
 from canvax.nn import linear, linear_spec
 from canvax.params import Axis, Param, Params, Spec, map_spec
@@ -202,6 +202,28 @@ def attend(q: Array, k: Array, v: Array, rope: Rope | None, lengths: Array | Non
         q, k = rotate(q, rope), rotate(k, rope)
     mask, lengths = (lengths, None) if lengths is not None and lengths.ndim > 1 else (None, lengths)
     return attention(q, k, v, lengths=lengths, mask=mask).reshape(*q.shape[:2], -1)
+
+
+def attend_in_order(q: Array, k: Array, v: Array, order: Array, at_once: int = 512) -> Array:
+    """Apply attention of each token to those whose order [B, T] is not larger: [B, T, N, Dh].
+
+    A few queries at a time, because a sequence with images is so long that all scores take gigabytes.
+    """
+
+    def some(queries: Array, own: Array) -> Array:
+        bias = jnp.where(order[:, None] > own[:, :, None], -1e30, 0.0)
+        return plain_attention(queries, k, v, bias=bias[:, None])
+
+    batch, tokens, *head = q.shape
+    if tokens <= 2 * at_once:
+        return some(q, order)
+    count = -(-tokens // at_once)
+    parts = []
+    for x in (q, order):
+        padded = jnp.pad(x, ((0, 0), (0, count * at_once - tokens), *[(0, 0)] * (x.ndim - 2)))
+        parts.append(padded.reshape(batch, count, at_once, *x.shape[2:]).swapaxes(0, 1))
+    y = jax.lax.map(lambda part: some(*part), tuple(parts))
+    return y.swapaxes(0, 1).reshape(batch, -1, *head)[:, :tokens]
 
 
 def self_attention(

@@ -1,14 +1,14 @@
 """Qwen-Image-2.1 (Qwen Team 2026): ``QwenImage21Transformer2DModel`` as pure functions.
 
-Text and image are one causal sequence of single-stream blocks; an image attends to all of itself. The text is at time
-0, so that its keys and values in each block are computed once, before the loop, and a step computes the image alone.
-Blocks share one modulation, of scales and gates. Latents are those of ``canvax.models.qwen_vae``, a token each; the
-text is the last layer of Qwen3-VL-8B before its normalisation.
+Text, reference images and the image are one causal sequence of single-stream blocks; an image attends to all of itself.
+Text and references are at time 0, so that their keys and values in each block are computed once, before the loop,
+and a step computes the image alone. Blocks share one modulation, of scales and gates. Latents are those of
+``canvax.models.qwen_vae``, a token each; the text is the last layer of Qwen3-VL-8B before its normalisation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,9 +19,10 @@ from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Epsilon, Layers
-from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
+from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Rope,
+    attend_in_order,
     axes_faults,
     embedded_time,
     grid_ids,
@@ -52,6 +53,9 @@ LENGTHS = (128, 256, 512, 1024)
 """Token lengths that programs are made for."""
 
 THETA = 10000.0
+
+REFERENCE_PIXELS = 1024 * 1024
+"""References are scaled to about as many pixels, smaller ones too."""
 
 FEED_FORWARD = ("gate_layer", "proj", "out")
 
@@ -120,10 +124,10 @@ class QwenContext(NamedTuple):
     """Inputs of a step besides the image, the same in all steps.
 
     Attributes:
-        keys: keys of the text in each block, after the rotation, [B, S, N, Dh] each.
-        values: values of the text in each block, [B, S, N, Dh] each.
+        keys: keys of text and references in each block, after the rotation, [B, S, N, Dh] each.
+        values: their values in each block, [B, S, N, Dh] each.
         rope: rotation of the image's positions.
-        lengths: number of tokens of image and text that are attended to, int32 [B].
+        lengths: number of tokens of image, text and references that are attended to, int32 [B].
     """
 
     keys: tuple[Array, ...]
@@ -132,10 +136,84 @@ class QwenContext(NamedTuple):
     lengths: Array
 
 
+class _Prefix(NamedTuple):
+    """The tokens before the image in sequence, padding last.
+
+    Attributes:
+        h: tokens [B, S, D].
+        ids: positions [B, S, 3].
+        order: place in the sequence [B, S], the same for all tokens of an image; large for padding.
+        position: of the image [B].
+        lengths: tokens without padding [B].
+    """
+
+    h: Array
+    ids: Array
+    order: Array
+    position: Array
+    lengths: Array
+
+
+def _centred(row: Array, column: Array, height: Array, width: Array) -> tuple[Array, Array]:
+    """Return rows and columns of a grid around 0."""
+    return row - (height - height // 2), column - (width - width // 2)
+
+
+def _text_alone(h: Array, lengths: Array) -> _Prefix:
+    row = jnp.broadcast_to(jnp.arange(h.shape[1])[None], h.shape[:2])
+    order = jnp.where(row < lengths[:, None], row, _PADDING)
+    return _Prefix(h, jnp.stack([row] * 3, axis=-1), order, lengths, lengths)
+
+
+def _with_references(text: _Prefix, tokens: Array, starts: Array, ids: Array, count: Array) -> _Prefix:
+    """Put reference images between the rows of the text.
+
+    Args:
+        text: the text alone.
+        tokens: embedded references [B, R, D].
+        starts: number of rows of the text before each, int32 [B, N].
+        ids: number of its reference, row and column of each token, int32 [B, R, 3].
+        count: tokens without padding [B].
+    """
+    number, row, column = jnp.moveaxis(ids, -1, 0)
+    its = number[:, :, None] == jnp.arange(1, starts.shape[1] + 1)[None, None]  # [B, R, N]
+    height, width = (jnp.max(jnp.where(its, side[:, :, None] + 1, 0), axis=1) for side in (row, column))
+    sizes, steps = height * width, jnp.maximum(height, width)
+    first, place = starts + jnp.cumsum(sizes, 1) - sizes, starts + jnp.cumsum(steps, 1) - steps
+
+    def of(each: Array) -> Array:
+        """Return the entry [B, R] of each token's reference."""
+        return jnp.where(its, each[:, None], 0).sum(-1)
+
+    before = starts[:, None] <= text.order[:, :, None]  # references before each row of the text
+    later = jnp.where(before, jnp.stack([steps, sizes])[:, :, None], 0).sum(-1)
+    grid = jnp.stack([of(place), *_centred(row, column, of(height), of(width))], axis=-1)
+    padding = jnp.arange(ids.shape[1])[None] >= count[:, None]
+    order = jnp.concatenate([text.order + later[1], jnp.where(padding, _PADDING, of(first))], axis=1)
+    sequence = jnp.argsort(order, axis=1)
+    h, ids = (
+        jnp.take_along_axis(jnp.concatenate(both, axis=1), sequence[:, :, None], axis=1)
+        for both in ((text.h, tokens), (text.ids + later[0][:, :, None], grid))
+    )
+    order = jnp.take_along_axis(order, sequence, axis=1)
+    return _Prefix(h, ids, order, text.position + steps.sum(1), text.lengths + count)
+
+
+_PADDING = 2**30
+
+
 def qwen_image_context(
-    p: Params, text: Array, lengths: Array, width: Array, cfg: QwenImageConfig, *, tokens: int
+    p: Params,
+    text: Array,
+    lengths: Array,
+    width: Array,
+    cfg: QwenImageConfig,
+    *,
+    tokens: int,
+    references: Mapping[str, Array] | None = None,
+    starts: Array | None = None,
 ) -> QwenContext:
-    """Compute keys and values of the text in each block, and the positions of the image, once before the loop.
+    """Compute keys and values of text and references in each block, and the image's positions, once before the loop.
 
     Args:
         p: parameters as declared by ``qwen_image_spec``.
@@ -144,12 +222,17 @@ def qwen_image_context(
         width: how many tokens wide the images are, int32 [B].
         cfg: the config.
         tokens: how many tokens an image has, L.
+        references: of ``canvax.models.denoiser.REFERENCES``; None for none.
+        starts: number of rows of the text before each reference, int32 [B, N].
     """
     lengths = jnp.maximum(lengths, 1)  # a slot of a batch without an image has no prompt
     h = rms_norm(p["txt_in"]["text_norm"], text, eps=cfg.eps, offset=1.0)
     h = linear(p["txt_in"]["out_layer"], jax.nn.gelu(linear(p["txt_in"]["in_layer"], h), approximate=True))
-    places = jnp.broadcast_to(jnp.arange(text.shape[1])[None, :, None], (1, text.shape[1], 3))
-    rope = rotary_embedding(places, cfg.axes_dims_rope, THETA)
+    prefix = _text_alone(h, lengths)
+    if references is not None and starts is not None:
+        images = linear(p["img_in"], references["tokens"].astype(text.dtype))
+        prefix = _with_references(prefix, images, starts, references["ids"], references["count"])
+    h, rope = prefix.h, rotary_embedding(prefix.ids, cfg.axes_dims_rope, THETA)
     modulation = _modulation(p, _time(p, jnp.zeros(text.shape[0]), h))
     keys, values = [], []
     for i in range(cfg.num_layers):
@@ -157,16 +240,15 @@ def qwen_image_context(
         if i == cfg.num_layers - 1:  # nothing reads what comes out of it
             _, k, v = _heads(block, h, modulation, rope, cfg.eps)
         else:
-            h, k, v = _text_block(block, h, modulation, rope, lengths, eps=cfg.eps, where=where)
+            h, k, v = _prefix_block(block, h, modulation, rope, prefix.order, eps=cfg.eps, where=where)
         keys.append(k)
         values.append(v)
     row, column = grid_ids(tokens, width)
     height = tokens // width[:, None]
-    # An image is behind its text, on a grid around 0 of rows and columns.
-    frame = jnp.broadcast_to(lengths[:, None], row.shape)
-    ids = jnp.stack([frame, row - (height - height // 2), column - (width - width // 2)[:, None]], axis=-1)
+    frame = jnp.broadcast_to(prefix.position[:, None], row.shape)
+    ids = jnp.stack([frame, *_centred(row, column, height, width[:, None])], axis=-1)
     rope = rotary_embedding(ids, cfg.axes_dims_rope, THETA)
-    return QwenContext(tuple(keys), tuple(values), rope, tokens + lengths)
+    return QwenContext(tuple(keys), tuple(values), rope, tokens + prefix.lengths)
 
 
 def qwen_image(p: Params, x: Array, timestep: Array, context: QwenContext, cfg: QwenImageConfig) -> Array:
@@ -217,22 +299,21 @@ def _rest(p: Params, x: Array, attended: Array, modulation: Modulation, eps: flo
 
 
 @outlined
-def _text_block(
-    p: Params, x: Array, modulation: Modulation, rope: Rope, lengths: Array, *, eps: float
+def _prefix_block(
+    p: Params, x: Array, modulation: Modulation, rope: Rope, order: Array, *, eps: float
 ) -> tuple[Array, Array, Array]:
-    """Return the block's output for text [B, S, D], and the keys and values of the text."""
+    """Return the block's output for text and references [B, S, D], and their keys and values."""
     q, k, v = _heads(p, x, modulation, rope, eps)
-    y = attention(q, k, v, lengths=lengths, causal=True)
-    return _rest(p, x, y, modulation, eps), k, v
+    return _rest(p, x, attend_in_order(q, k, v, order), modulation, eps), k, v
 
 
 @outlined
 def _image_block(
     p: Params, x: Array, modulation: Modulation, rope: Rope, keys: Array, values: Array, lengths: Array, *, eps: float
 ) -> Array:
-    """Return the block's output for an image [B, L, D], which attends to itself and to the text."""
+    """Return the block's output for an image [B, L, D], which attends to itself and to all before it."""
     q, k, v = _heads(p, x, modulation, rope, eps)
-    # The image comes first, so that the padding of the text comes last: positions are in the rotation alone.
+    # The image comes first, so that the padding comes last: positions are in the rotation alone.
     k, v = jnp.concatenate([k, keys], axis=1), jnp.concatenate([v, values], axis=1)
     return _rest(p, x, attention(q, k, v, lengths=lengths), modulation, eps)
 
@@ -244,10 +325,12 @@ class QwenImageDenoiser(Denoiser):
     Attributes:
         cfg: its config.
         distilled: whether the model needs no guidance.
+        edits: whether its text encoder sees references.
     """
 
     cfg: QwenImageConfig
     distilled: bool = False
+    edits: bool = False
 
     @property
     def component(self) -> str:
@@ -259,13 +342,17 @@ class QwenImageDenoiser(Denoiser):
 
     @property
     def facts(self) -> Facts:
-        return Facts(packing=Packing(1), distilled=self.distilled)
+        return Facts(packing=Packing(1), distilled=self.distilled, edits=self.edits, reference_pixels=REFERENCE_PIXELS)
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> QwenContext:
         text, columns = conditions["text"][:, DROPPED:].astype(compute_dtype(p)), conditions[COLUMNS]
+        images: Any = conditions.get(REFERENCES)
+        starts = conditions["starts"] - DROPPED if images else None
         with scope("text"):
             length = conditions["length"] - DROPPED
-            return qwen_image_context(p, text, length, columns, self.cfg, tokens=latents[2])
+            return qwen_image_context(
+                p, text, length, columns, self.cfg, tokens=latents[2], references=images, starts=starts
+            )
 
     def apply(self, p: Params, x: Array, row: Row, prepared: QwenContext, memory: Any) -> tuple[Array, Any]:
         tokens = x[:, 0].astype(compute_dtype(p))

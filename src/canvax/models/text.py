@@ -6,9 +6,9 @@ An encoder reads prompts into its input arrays and encodes these. A family joins
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +105,11 @@ class TextEncoder:
         """Return the shapes of ``encode``'s inputs for one prompt of ``length`` tokens."""
         return {"ids": jax.ShapeDtypeStruct((length,), jnp.int32)}
 
+    def seeing(self, sizes: Sequence[tuple[int, int]]) -> TextEncoder:
+        """Return the encoder for prompts with reference images of these heights and widths, which it may see."""
+        del sizes
+        return self
+
     def count(self, tokenizer: Any, text: str, images: Sequence[Any]) -> int:
         """Return the number of tokens of a prompt, and of the reference images if the encoder sees them."""
         del images
@@ -194,6 +199,10 @@ class TextEncoders:
     def names(self) -> tuple[str, ...]:
         """Components of the encoders."""
         return tuple(encoder.component for encoder in self.encoders)
+
+    def seeing(self, sizes: Sequence[tuple[int, int]]) -> Self:
+        """Return the encoders for prompts with reference images of these heights and widths."""
+        return replace(self, encoders=tuple(encoder.seeing(sizes) for encoder in self.encoders))
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -17,10 +17,10 @@ class AdapterFiles:
 
     Args:
         folder: the folder, with the folders in it; None for ``more`` alone.
-        more: further files, which are called by their stems whatever the folder holds.
+        more: further files, whose names are their stems whatever the folder holds.
 
     Attributes:
-        paths: the path of each name. A file is called by its stem, or by its path in the folder (``style/ink``,
+        paths: the path of each name. The name of a file is its stem, or its path in the folder (``style/ink``,
             ``./ink``) where another file has the same stem.
     """
 
@@ -38,13 +38,13 @@ class AdapterFiles:
 
     @property
     def aliases(self) -> dict[str, str | None]:
-        """The name that kohya's trainer gave each file. Reads all headers, once."""
+        """The name that kohya's trainer gave to each file. The first access reads all headers."""
         if self._aliases is None:
             self._aliases = {name: alias_of(path) for name, path in self.paths.items()}
         return self._aliases
 
     def matches(self, text: str) -> list[str]:
-        """The names of the files that a text may mean. No path is made of the text."""
+        """Return the names of the files that a text may mean. No path is made of the text."""
         if text in self.paths:
             return [text]
         plain = [name for name, path in self.paths.items() if text in (path.stem, self._inside[name])]
@@ -52,12 +52,12 @@ class AdapterFiles:
 
 
 def several(text: str, names: Sequence[str]) -> str:
-    """The problem and the cure where a text means several files."""
+    """Return the problem and the cure for a text that means several files."""
     return f"{len(names)} files are called {text[:80]!r}; write {' or '.join(names[:8])}"
 
 
 def file_of(folder: Path, tag: str) -> Path:
-    """The file of the folder that a prompt means.
+    """Return the file of the folder that a prompt names.
 
     Raises:
         InputError: there is none, or there are several.
@@ -73,7 +73,7 @@ def file_of(folder: Path, tag: str) -> Path:
 
 
 def alias_of(path: Path) -> str | None:
-    """The name that kohya's trainer gave a file."""
+    """Return the name that kohya's trainer gave to a file."""
     try:
         return read_metadata(path).get("ss_output_name")
     except CheckpointError:
@@ -81,7 +81,7 @@ def alias_of(path: Path) -> str | None:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file."""
+    """Return the hash of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -9,24 +9,24 @@ from canvax.errors import HintWarning, InputError, check_number, nearest, warn
 from canvax.weights.lora import Adapter
 
 Weights = dict[str, float]
-"""Beginnings of dotted names, "" for all, and the weight of what they lead to."""
+"""Weights by the beginnings of dotted names, "" for all."""
 
 MOST = 1000.0
 ODD = 10.0
-"""Beyond this a weight is most likely meant in percent."""
+"""A larger weight is probably meant in percent."""
 
 _NETWORKS = ("text_encoder", "text_encoder_2", "unet", "transformer")
 _LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
-"""Parts of a UNet as diffusers calls them in tables of weights."""
+"""Names of a UNet's parts by those in diffusers' tables of weights."""
 
 
 def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
-    """A weight as it is given, by the beginnings of the names of the layers it is for.
+    """Return the weight of a caller by the beginnings of the names of its layers.
 
-    Without ``adapter`` the layers are not looked for.
+    If ``adapter`` is None, the layers are not checked.
 
     Raises:
-        InputError: it is no number, or is for layers that the adapter does not have.
+        InputError: the weight is not a number, or is for layers that the adapter does not have.
     """
     if not isinstance(weight, Mapping):
         return {"": _number("weight", weight)}
@@ -48,7 +48,7 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
 
 
 def tell_of_odd(name: str, weights: Weights) -> None:
-    """Hint at a weight of the adapter ``name`` with which images fall apart."""
+    """Warn if the weight of the adapter ``name`` is so large that images fall apart."""
     if weights and abs(worst := max(weights.values(), key=abs)) > ODD:
         warn(f"the weight of {name!r}, {worst:g}, is far beyond 1, as it was trained; 80 % is 0.8", HintWarning)
 
@@ -76,21 +76,21 @@ def _number(name: str, value: Any) -> float:
 
 
 def parted(weights: Weights, components: Sequence[str]) -> tuple[Weights | None, Weights]:
-    """Weights as they are written into a place, None for 1, and those that remain numbers of each image."""
+    """Split weights into those written into a place (None for 1) and those that are inputs of each image."""
     by_block = bool(weights.keys() - {"", *components})
     return (weights, {"": 1.0}) if by_block else (None, weights)
 
 
 def plain_weight(weights: Weights) -> float | dict[str, float]:
-    """Weights as people write them."""
+    """Return weights in the form that callers write."""
     return weights[""] if set(weights) == {""} else dict(weights)
 
 
 def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
-    """The weight of an adapter in one image, by network, "" for all.
+    """Return the weight of an adapter in one image by network, "" for all.
 
     Raises:
-        InputError: it is no number and no table of numbers by network.
+        InputError: it is neither a number nor a table of numbers by network.
     """
     weights = parse_weight(weight, None)
     if deeper := weights.keys() - {"", *components}:

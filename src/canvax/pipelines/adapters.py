@@ -1,9 +1,9 @@
-"""``pipe.adapters``: LoRAs and textual inversions, loaded, weighed and removed while nothing compiles.
+"""``pipe.adapters``: load, weigh and remove LoRAs and textual inversions without compiling.
 
-The weights of a pipeline are the trained ones with all adapters merged in. What was there before is kept on the host,
-so that every change begins from it: weights are never taken off again, and without adapters the very bits are back.
-A change makes new parameters and a new ``Model`` and leaves the old ones alone, so that a call that has begun in
-another thread goes on with the adapters that it began with.
+The weights of a pipeline are the trained ones with all adapters merged in. The trained weights of changed layers are
+kept on the host, and every change begins from them: nothing is subtracted, and without adapters the weights have the
+same bits as before. A change makes new parameters and a new ``Model`` and leaves the old ones alone, so that a call in
+another thread finishes with the adapters that it began with.
 
 Adapters may also lie beside the weights (``canvax.pipelines.slots``): then each image has its own.
 """
@@ -42,14 +42,14 @@ class LoadedAdapter:
     """An adapter in a pipeline.
 
     Attributes:
-        name: what it is called there.
-        source: the file, folder or Hub id, as it was given.
-        adapter: what it does.
-        weight: how strong it is, as it was given.
-        sha256: of the file.
-        words: textual inversions that came with it.
-        place: where it lies beside the weights; None of one that is merged.
-        source_keywords: arguments of ``load`` that its source was looked for with, without the token.
+        name: its name in the pipeline.
+        source: the file, folder or Hub id, as the caller gave it.
+        adapter: its changes of the parameters.
+        weight: its strength, as the caller gave it.
+        sha256: hash of the file.
+        words: textual inversions in the same file.
+        place: its slot beside the weights; None if it is merged.
+        source_keywords: arguments of ``load`` that describe the source, without the token.
         a1111_hash: see ``a1111_hash_of``.
     """
 
@@ -66,27 +66,27 @@ class LoadedAdapter:
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """Arguments of a call that it was made for, such as sampler and steps of LCM; of most adapters none."""
+        """Arguments of a call that the adapter was made for, such as sampler and steps of LCM; usually empty."""
         return suggested(self.adapter.path.stem, self.adapter.metadata)
 
     @property
     def trigger_words(self) -> list[str]:
-        """Words that it was trained with, the most frequent first, where its file tells."""
+        """Words that the adapter was trained with, as its file records them, the most frequent first."""
         return trigger_words(self.adapter.metadata)
 
     def factor(self, key: Key) -> float:
-        """How strong it is for one parameter: by the longest name that leads there."""
+        """Return the strength for one parameter: that of the longest matching name."""
         path = ".".join(key)
         matches = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
         return self.weights[max(matches, key=len)] if matches else 1.0
 
     @property
     def acts(self) -> bool:
-        """Whether its weight for any parameter is not 0."""
+        """True if the weight for any parameter is not 0."""
         return any(map(self.factor, self.adapter.parts))
 
     def record(self, weight: Any) -> dict[str, Any]:
-        """Return what the metadata of an image holds of it, at this weight."""
+        """Return the entry in the metadata of an image that uses the adapter at this weight."""
         file, revision = file_named(self.source, self.source_keywords), self.source_keywords.get("revision")
         record = {"file": file, "weight": weight, "sha256": self.sha256, "a1111_hash": self.a1111_hash}
         return record | {"revision": revision} if revision else record
@@ -98,7 +98,7 @@ def file_named(source: str, keywords: Mapping[str, Any]) -> str:
 
 
 def check_name(name: object, taken: Mapping[str, Any]) -> None:
-    """Refuse what is no name, or is taken."""
+    """Refuse a value that is not a name, and a name that is taken."""
     if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
         raise InputError("name", "cannot be the name of an adapter", cure="give a word", value=name)
     if name in taken:
@@ -106,7 +106,7 @@ def check_name(name: object, taken: Mapping[str, Any]) -> None:
 
 
 class _Word(NamedTuple):
-    """A textual inversion in a pipeline: where its vectors are in the tables of the text encoders.
+    """A textual inversion in a pipeline: its vectors and their rows in the tables of the text encoders.
 
     ``source``, ``token`` and ``source_keywords`` are the arguments of ``load_embedding``, without the Hub's token.
     """
@@ -123,7 +123,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``."""
 
     def __init__(self, pipe: LoadedModel) -> None:
-        """Adapters of a pipeline, which gets a new model and new parameters when they change."""
+        """Begin without adapters; each change gives the pipeline a new model and new parameters."""
         self._pipe = pipe
         self._bank: Bank | None = None
         self._of_folder: dict[str, None] = {}
@@ -133,7 +133,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._merging = Merging(pipe.model.specs, pipe.mesh)
 
     def _handed_to(self, pipe: LoadedModel) -> Adapters:
-        """The same adapters for another pipeline with the same weights; from then on each changes its weights alone."""
+        """Copy the adapters for another pipeline with the same weights; later changes affect one pipeline only."""
         other = Adapters(pipe)
         other._loaded = {name: replace(adapter) for name, adapter in self._loaded.items()}
         other._words, other._folder, other._of_folder = dict(self._words), self._folder, dict(self._of_folder)
@@ -147,7 +147,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @property
     def _denoiser(self) -> str:
-        """The component whose weights ``<lora:name:0.5:0.8>`` gives second."""
+        """The component that the second weight of ``<lora:name:0.5:0.8>`` is for."""
         return self._model.networks.denoiser.component
 
     @property
@@ -162,7 +162,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return name in self._loaded
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The adapter, or ``default`` where there is none of this name."""
+        """Return the adapter of this name, or ``default``."""
         return self._loaded.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -193,13 +193,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> LoadedAdapter:
-        """Load an adapter of the LoRA family and merge it into the weights, or put it beside them.
+        """Load an adapter of the LoRA family and merge it into the weights, or keep it beside the weights.
 
         Args:
-            name: what to call it.
+            name: its name in the pipeline.
             source: a safetensors file, a folder, or a Hub id, ``owner/name`` or ``owner/name/file.safetensors``.
-            weight: how strong; of parts of the model as in ``set``.
-            beside: leave the weights alone; calls may then give each image adapters of its own (``beside``).
+            weight: the strength, or strengths by part of the model as in ``set``.
+            beside: keep the adapter beside the weights; calls may then give each image other adapters (``beside``).
             weight_name: which file of a folder or repository.
             revision: branch, tag or commit of a Hub id.
             token: Hub token; by default HF_TOKEN or the stored login.
@@ -208,8 +208,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
         Raises:
             InputError: an argument cannot be used.
-            CheckpointError: the file is damaged, or for another model; it names every array without a use. The pipeline
-                is as it was.
+            CheckpointError: the file is damaged, or for another model; the error names every array without a use. The
+                pipeline is unchanged.
             HubError: the Hub cannot be reached or does not have it.
         """
         check_name(name, self._loaded)
@@ -247,12 +247,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """Make places for adapters beside the weights, for which programs are compiled once; later ones fill them.
 
         Args:
-            rank: the most that an adapter may have in one layer; None takes the places away, with all in them.
-            places: adapters at a time. Each costs memory, and work in every step, whether it is filled or not.
+            rank: the highest rank of an adapter in one layer; None removes the places and their adapters.
+            places: adapters at a time. Each costs memory, and work in every step, even while it is empty.
             layers: which layers have places: "all", "transformer" or "attention".
 
         Raises:
-            InputError: an argument cannot be used, or what is beside the weights now does not fit.
+            InputError: an argument cannot be used, or the adapters that are beside the weights now do not fit.
         """
         wanted = check_places(COUNT if rank is None else rank, places, layers)
         with self._pipe._changing:
@@ -272,7 +272,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             self._bank = bank
 
     def _put_beside(self, loaded: LoadedAdapter) -> None:
-        """Into a free place; the first adapter makes places of its rank."""
+        """Put an adapter into a free place; the first adapter makes places of its rank."""
         bank = self._bank
         if bank is None:
             rank = bucket(rank_of(loaded.adapter, self._model))
@@ -288,7 +288,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         loaded.place, self._bank = free[0], bank
 
     def _inner(self, loaded: LoadedAdapter, bank: Bank | None = None) -> Callable[[Key], float] | None:
-        """How strong an adapter is in its place: by block, where its weight is a table of these."""
+        """Return the strengths to write into the place of an adapter, if its weight is a table by block."""
         bank = bank or self._bank
         assert bank is not None
         by_block, _ = parted(loaded.weights, bank.components)
@@ -305,11 +305,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> tuple[str, ...]:
-        """Load a textual inversion: from now on its word in a prompt stands for its vectors.
+        """Load a textual inversion: prompts then read its word as its vectors.
 
         Args:
-            source: as in ``load``. Of SDXL, one file with both encoders' vectors, or a folder with a file for each.
-            token: the word; several take one vector each. By default the name in the file, or the file's own.
+            source: as in ``load``. For SDXL, one file with both encoders' vectors, or a folder with a file for each.
+            token: the word; several take one vector each. By default the name in the file, or the file's name.
             weight_name: as in ``load``, and so are all below.
             revision: see there.
             hub_token: see ``token`` there.
@@ -338,11 +338,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return tuple(words)
 
     def set(self, weights: Mapping[str, float | Mapping[str, Any]], *others: Any) -> None:
-        """Give adapters these weights, and all others none; they stay loaded.
+        """Set the weights of adapters; those that are not named get 0 and stay loaded.
 
         A weight is a number, or a table of numbers by part of the model: ``{"text_encoder": 0.5, "unet": {"down": 0.8,
         "mid": 1.0, "up": {"block_1": 0.4}}}``, or by any beginning of a layer's name, such as
-        ``{"unet.up_blocks.1": 0.4}``. What is not named there has 1.
+        ``{"unet.up_blocks.1": 0.4}``. Layers that a table does not name have 1.
 
         Raises:
             InputError: there is no such adapter, or no such part in it.
@@ -368,7 +368,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 self._weigh_beside(before[name], adapter)
 
     def _weigh_beside(self, before: LoadedAdapter, now: LoadedAdapter) -> None:
-        """Write a place anew where the weights of blocks are others; other weights are numbers of each call."""
+        """Write a place again if the weights of blocks have changed; other weights are inputs of each call."""
         if now.place is None or self._bank is None:
             return
         if parted(before.weights, self._bank.components)[0] != parted(now.weights, self._bank.components)[0]:
@@ -378,7 +378,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """Remove adapters and textual inversions; without names, all of them.
 
         Raises:
-            InputError: there is none of such a name.
+            InputError: a name is not known.
         """
         with self._pipe._changing:
             gone = set(names) if names else {*self._loaded, *self._words}
@@ -397,9 +397,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @property
     def folder(self) -> Path | None:
-        """A folder of adapters that ``<lora:name:0.8>`` in a prompt may name; None, and such words are text.
+        """The folder of adapters that ``<lora:name:0.8>`` in a prompt may name; if None, prompts read that as text.
 
-        It is read when a prompt names one that is not loaded, which is then loaded for good and used in that call.
+        An adapter of the folder is loaded when a prompt names it first. It stays loaded, with weight 0 in other calls.
         """
         return self._folder
 
@@ -411,12 +411,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @contextmanager
     def _named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
-        """With the adapters that a prompt names, which it yields without their names; afterwards as before.
+        """Use the adapters that a prompt names in a ``with`` block; yield the prompt without their names.
 
         Calls in other threads wait meanwhile: a device may not have room for two sets of weights.
 
         Raises:
-            InputError: there is no such adapter in the folder, or prompts of one call name different ones.
+            InputError: the folder does not have such an adapter, or prompts of one call name different ones.
         """
         words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self._denoiser)
         with self._pipe._changing:
@@ -432,7 +432,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @contextmanager
     def _weighed(self, weights: Mapping[str, Any]) -> Iterator[None]:
-        """Give adapters these weights, and all others none; afterwards they have those of before."""
+        """Set these weights as ``set`` does, and restore the previous ones after the ``with`` block."""
         with self._pipe._changing:
             before = {name: adapter.weight for name, adapter in self._loaded.items()}
             self.set(weights)
@@ -442,14 +442,14 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 self.set({name: weight for name, weight in before.items() if name in self._loaded})
 
     def _loaded_for(self, tag: str) -> str:
-        """The name of the adapter that a prompt means, which is loaded if it is not yet."""
+        """Return the name of the adapter that a prompt means; load it if necessary."""
         if tag not in self._loaded:
             assert self._folder is not None
             self.load(tag, file_of(self._folder, tag), 0.0)
         return tag
 
     def _recipe(self) -> list[tuple[Any, ...]]:
-        """Calls that load the same again: a method, its positional arguments and its keywords."""
+        """Return the calls that load the same adapters again: a method, its positional arguments and its keywords."""
         places = self._bank and self._bank.places
         calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
         calls += [("__setattr__", ("folder", self._folder), {})] if self._folder else []
@@ -464,7 +464,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return calls
 
     def _record(self) -> dict[str, Any]:
-        """What is merged now, for the metadata of images."""
+        """Return the merged adapters for the metadata of images."""
         active = {
             adapter.name: adapter.record(adapter.weight)
             for adapter in self._loaded.values()
@@ -481,7 +481,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self._pipe._params(None)
 
     def _without(self, component: str) -> Params:
-        """The parameters of a component as they are without adapters."""
+        """Return the parameters of a component without adapters."""
         return self._merging.without(self._own(), component)
 
     def _check_known(self, name: str) -> None:
@@ -497,7 +497,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         source_keywords: Mapping[str, Any],
         sha256: str,
     ) -> dict[str, _Word]:
-        """Embeddings with free rows of the tables.
+        """Give embeddings free rows of the tables.
 
         Raises:
             InputError: a word is taken, or there are too few rows.
@@ -525,7 +525,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return words
 
     def _hint(self, embedding: Embedding) -> None:
-        """Warn of what a word most likely should not be."""
+        """Warn if the word is a common one, or has no vectors for some encoder."""
         tokenizers = self._model.tokenizers
         missing = tokenizers.keys() - embedding.vectors.keys()
         if any(len(tokenizers[part].ids(embedding.name)) == 1 for part in embedding.vectors):
@@ -538,7 +538,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             warn(f"{embedding.name!r} has no vectors for {', '.join(missing)}, which reads it as text", HintWarning)
 
     def _apply(self, loaded: dict[str, LoadedAdapter], words: dict[str, _Word], changed: set[Key]) -> None:
-        """Bring the parameters, the tokenizers and this record to another state, or leave all as it is."""
+        """Change parameters, tokenizers and this record together; after an error nothing has changed."""
         params, altered = self._own(), {**self._words, **words}
         if words.keys() != self._words.keys():
             different = self._words.keys() ^ words.keys()
@@ -552,10 +552,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
             }
             tokenizers = {part: replace(tokenizer, added=added[part]) for part, tokenizer in tokenizers.items()}
         self._loaded, self._words = loaded, words
-        self._pipe._exchange(replace(self._model, tokenizers=tokenizers, merged=self._record()), params)
+        model = replace(self._model, tokenizers=tokenizers, merged=self._record())
+        vars(self._pipe).update(model=model, params=params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
-        """What adapters and words together do to one parameter."""
+        """Return the change of one parameter by all adapters and words."""
         merged = [adapter for adapter in loaded.values() if adapter.place is None and key in adapter.adapter.parts]
         parts = [(adapter.adapter.parts[key], adapter.factor(key)) for adapter in merged]
         rows: dict[int, HostArray] = {}

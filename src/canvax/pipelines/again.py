@@ -1,4 +1,4 @@
-"""What the metadata of an image says about generating it again: settings, losses, the same images and adapters.
+"""Read from the metadata of an image how to generate it again: settings, losses, the same images and adapters.
 
 ``pipe.again``, ``canvax info``, ``canvax generate --from-image`` and the server's page share these functions. The keys
 are in ``canvax.images.keys``.
@@ -109,7 +109,7 @@ def missing_embeddings(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def left_out(metadata: Mapping[str, Any]) -> list[str]:
-    """Return what is left out of a call that repeats an image, for messages; of canvax's images adapters are apart."""
+    """Return the settings that a repeated call leaves out, for messages; adapters of canvax's images are separate."""
     unknown = [f"{text:.100}" for text in unknown_settings(metadata)]
     return unknown + ([] if "canvax" in metadata else missing_embeddings(metadata))
 
@@ -188,7 +188,7 @@ def other_model(metadata: Mapping[str, Any], other: Mapping[str, Any], where: st
 
 
 def settings_of_tiles(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``upscale`` that are none of a call, and None for those of a call that it lacks."""
+    """Return the arguments that only ``upscale`` has, and None for arguments of a call that it does not have."""
     if not (tiles := table_in(metadata, "upscale")):
         return {}
     sizes = {"scale": tiles.get("scale"), "overlap": tiles.get("overlap")}  # a file must not name other files
@@ -196,7 +196,7 @@ def settings_of_tiles(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_of_tiles(model: Model, image: Any) -> dict[str, Any]:
-    """Return what the metadata of an enlarged image holds of the model and the image, which None leaves out."""
+    """Return the model and the image, unless it is None, as the metadata of an enlarged image holds them."""
     mark = {} if image is None else {"image_sha256": fingerprint(read_images("image", image, 1)[0])}
     networks = [files.name for files in model.controls]
     return record_of_model(model) | mark | ({"controlnet": networks} if networks else {})
@@ -208,7 +208,7 @@ def not_loaded(metadata: Mapping[str, Any], adapters: Adapters) -> list[str]:
 
 
 def _loaded(metadata: Mapping[str, Any], adapters: Adapters) -> dict[str, str | None]:
-    """For each adapter of an image, the name under which its file is loaded."""
+    """Return for each adapter of an image the name under which its file is loaded, or None."""
     by_hash: dict[Any, str] = {adapter.sha256: name for name, adapter in adapters.items()}
     entries = {name: entry for name, entry in table_in(metadata, "adapters").items() if isinstance(entry, dict)}
     return {

@@ -1,4 +1,4 @@
-"""Checks of single values of a call: they know no model. Each error names the argument, the value and the cure."""
+"""Checks of single values of a call, independent of the model. Errors give the argument, the value and the cure."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from canvax.settings import check_setting
 from canvax.types import DType
 
 LONGEST_PROMPT = 100_000
-"""Letters of a prompt, of which at most 8 chunks of 75 tokens are read: splitting more takes long and is in vain."""
+"""The most letters of a prompt. At most 8 chunks of 75 tokens are read, and splitting longer texts takes long."""
 SIZE_STEP = 8
 FITS_ALL = 32
-"""Pixels of which every model takes multiples."""
+"""Every model takes sizes that are multiples of this many pixels."""
 LARGEST_WHOLE = 1536 * 1536
-"""Pixels up to which images are decoded whole by default. Free memory has no say: the same seed gives the
-same image on every machine."""
+"""Images of up to this many pixels are decoded whole by default, whatever memory is free: the same seed gives the same
+image on every machine."""
 
 
 def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
-    """Whether an image of that many pixels is decoded in tiles."""
+    """Return True if an image of this size is decoded in tiles."""
     return height * width > LARGEST_WHOLE if tiling == "auto" else tiling == "on"
 
 
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
-    """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
+    """Return the prompt and the negative prompt of each image: all images of the first prompt, of the second, ..."""
     per_prompt = int(check_setting(Call, "num_images_per_prompt", per_prompt))
     prompt, negative = (
         text.tolist() if isinstance(text, np.ndarray) and text.dtype.kind in "OUT" else text
@@ -78,7 +78,7 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
 
 
 def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -> list[str]:
-    """What the second text encoder reads for each image: by default the same as the first."""
+    """Return the text that the second text encoder reads for each image: by default ``otherwise``."""
     if value is None:
         return otherwise
     count = len(otherwise) // per_prompt
@@ -92,13 +92,13 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
 
 
 def check_length(name: str, texts: Sequence[str]) -> None:
-    """Refuse texts that no model reads to their end."""
+    """Refuse texts that are longer than any model reads."""
     if (longest := max(map(len, texts), default=0)) > LONGEST_PROMPT:
         raise InputError(name, f"has {longest} letters, more than {LONGEST_PROMPT}", cure="shorten it")
 
 
 def check_size(name: str, value: Any, default: int, factor: int | None = None) -> int:
-    """Height or width in pixels, for a model whose sizes are multiples of ``factor``; None if it is not known yet."""
+    """Return a height or width in pixels, a multiple of ``factor``, which is None while the model is not known."""
     if value is None:
         return default
     try:
@@ -116,9 +116,9 @@ def check_size(name: str, value: Any, default: int, factor: int | None = None) -
 
 
 def check_side(argument: str, name: str, side: int, factor: int) -> None:
-    """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not asked for.
+    """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not requested.
 
-    ``SIZE_STEP`` stands for a model that is not known yet: the cure fits all.
+    ``factor=SIZE_STEP`` means that the model is not known yet: the cure then fits all models.
     """
     if side % factor:
         usable = FITS_ALL if factor == SIZE_STEP else factor
@@ -129,7 +129,7 @@ def check_side(argument: str, name: str, side: int, factor: int) -> None:
 
 
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
-    """Number of steps: as given, as levels or timesteps that are ``listed`` make, or the model's default."""
+    """Return the number of steps: the value, ``listed`` (that of sigmas or timesteps), or the model's default."""
     if (value := check_setting(Call, "num_inference_steps", value)) is None:
         return listed or default
     if value > most:
@@ -141,12 +141,12 @@ def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
 
 
 def check_strength(value: Any) -> float:
-    """The part of a run to do."""
+    """Return the checked part of the run to do."""
     return float(check_setting(Call, "strength", value))
 
 
 def check_guidance(scale: Any, default: float) -> float:
-    """Guidance scale: a number that leaves an image."""
+    """Return the checked guidance scale."""
     if isinstance(scale, list | tuple) or getattr(scale, "ndim", 0):
         raise InputError(
             "guidance_scale", "is not a number", cure="give one for each step with {guidance_steps}", value=scale
@@ -155,7 +155,7 @@ def check_guidance(scale: Any, default: float) -> float:
 
 
 def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> np.ndarray | None:
-    """Latents given by the caller, in the layout of ``Result.latents``."""
+    """Return the checked latents of the caller, in the layout of ``Result.latents``."""
     if latents is None:
         return None
     refuse_tracers(name, latents)
@@ -168,7 +168,8 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
         ) from None
     if array.shape != shape or array.dtype != np.float32:
         got = f"{array.dtype} {array.shape}"
-        moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * _is_nchw(array.shape, shape)
+        channels_first = array.shape == (shape[0], shape[-1], *shape[1:-1])
+        moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * channels_first
         raise InputError(name, f"is {got}, not float [B, h, w, C] = {shape}{moved}")
     if not np.isfinite(array).all():
         raise InputError(name, "has values that are not finite")
@@ -176,23 +177,19 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
 
 
 def floats(value: Any) -> Any:
-    """An array of it, traced as it was: float32, but as it is of times, complex numbers and records.
+    """Return an array, traced if the value is; numbers become float32, times, complex numbers and records stay.
 
     Raises:
-        TypeError, ValueError, RuntimeError: no array of numbers comes of it; the last of a deleted one.
+        TypeError, ValueError, RuntimeError: the value is not an array of numbers, or (the last) was deleted.
     """
     array = value if isinstance(value, Tracer) else np.asarray(value)
     return array if array.dtype.kind in "mMc" or array.dtype.fields else array.astype(np.float32)
 
 
-def _is_nchw(got: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(got) == 4 and got == (shape[0], shape[3], shape[1], shape[2])
-
-
 def check_seeds(seed: Any, count: int) -> list[int]:
-    """A seed for each image: ``seed + i``, or the list or array of seeds.
+    """Return a seed for each image: ``seed + i``, or the list or array of seeds.
 
-    Whole numbers of any library will do, and keys of JAX (``seed_of_key``).
+    The whole numbers of any library and keys of JAX (``seed_of_key``) are seeds.
     """
     refuse_tracers("seed", seed)
     if (initial := getattr(seed, "initial_seed", None)) is not None:
@@ -209,11 +206,11 @@ def check_seeds(seed: Any, count: int) -> list[int]:
 
 
 def seed_of_key(value: Any) -> Any:
-    """The seed that a JAX key stands for, or the list of seeds of an array of keys; any other value as it is.
+    """Return the seed of a JAX key, or the list of seeds of an array of keys; return any other value unchanged.
 
     A key is typed, or raw words uint32 [2]; an array of raw keys is uint32 [n, 2]. The two words of a key are the high
-    and the low half of its seed, so that ``jax.random.key(3)`` is seed 3. Of a typed key with more words (``rbg``) the
-    seed is the first 8 bytes of their SHA-256, little-endian.
+    and the low half of its seed, so that ``jax.random.key(3)`` is seed 3. The seed of a typed key with more words
+    (``rbg``) is the first 8 bytes of their SHA-256, little-endian.
     """
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = np.asarray(jax.random.key_data(value))
@@ -236,7 +233,7 @@ def _seed_of_words(words: np.ndarray) -> int:
 
 
 def check_precision(precision: str | None) -> None:
-    """Refuse a matmul precision that JAX has not."""
+    """Refuse a matmul precision that JAX does not have."""
     try:
         with jax.default_matmul_precision("default" if precision is None else precision):
             pass
@@ -247,10 +244,10 @@ def check_precision(precision: str | None) -> None:
 
 
 def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:
-    """bfloat16 on TPU and GPU, float32 on the CPU, which computes bfloat16 slower.
+    """Return bfloat16 on TPU and GPU, float32 on the CPU, which computes bfloat16 slower.
 
-    float16 on NVIDIA's GPUs before Ampere (T4, RTX 20), whose matrix units have no bfloat16: XLA computes in float32
-    there. Not for ``training``, since small gradients would be 0.
+    NVIDIA's GPUs before Ampere (T4, RTX 20) get float16: their matrix units have no bfloat16, for which XLA computes in
+    float32. ``training`` gets bfloat16 there as well, since small gradients would be 0 in float16.
     """
     device = mesh.devices.flat[0]
     if device.platform == "cpu":

@@ -1,4 +1,4 @@
-"""Control images: read from files, checked, typed for a ControlNet-Union, encoded, and their strength at each step."""
+"""Control images: read, check and encode them, and compute their strength at each step."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ControlImages:
     """The control images of a call.
 
     Attributes:
-        images: for each network that reads some, by the name of its component: what it is shown for all images of the
-            call, or for each.
-        fingerprints: likewise, of the images as they were given: a text, or of those with types a dict.
-        places: which of the pipeline's networks these are.
+        images: the inputs of each network, by the name of its component: one entry for all images of the call, or one
+            for each.
+        fingerprints: hashes of the caller's images in the same order: a text, or a dict for images with types.
+        places: indices of these networks among those of the pipeline.
     """
 
     images: Mapping[str, list[tuple[Shown, ...]]]
@@ -51,7 +51,7 @@ class ControlImages:
         return tuple(self.images)
 
     def size(self, asked: tuple[Any, Any], factor: int) -> tuple[Any, Any]:
-        """Height and width that were asked for or, for None, those of the control images.
+        """Return the requested height and width, or for None those of the control images.
 
         Raises:
             InputError: they have several sizes, or one that cannot be generated.
@@ -62,7 +62,7 @@ class ControlImages:
 
 
 def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) -> tuple[Any, Any]:
-    """As ``ControlImages.size``."""
+    """Return the same as ``ControlImages.size``."""
     if None not in asked:
         return asked
     sizes = {image.size for image in images}
@@ -78,13 +78,13 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
 
 
 def check_control(model: Model, control: Any, count: int, options: Options) -> ControlImages | None:
-    """The control images of a call; None if there are none.
+    """Check the control images of a call; return None if there are none.
 
     Args:
-        model: with its networks.
+        model: the model.
         control: as in a call.
-        count: images of the call.
-        options: of the call.
+        count: number of images of the call.
+        options: options of the call.
 
     Raises:
         InputError: naming the argument, its value and the cure.
@@ -125,13 +125,12 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
 def strengths(
     model: Model, control: ControlImages, options: Options, rows: int, names: Sequence[str] = ()
 ) -> HostArray:
-    """How strong the layers of each network are in each row, for the negative prompt and for the others.
+    """Return the strength of each layer of each network in each row [R, N, 2, L] float32.
 
-    ``names`` of the networks that programs know; those that have an image, if there are none.
-
-    [R, N, 2, L] float32, as ``canvax.engine.batch.Run`` has them. Outside of its window a network is 0. Layers are
-    weighed as the modes say: ``guess`` from 0.1 to 1 (Zhang et al. 2023, section 3.4, and PyTorch diffusers), the
-    others as A1111's extension weighs them.
+    The axis of 2 is for the negative prompt and the others, as in ``canvax.engine.batch.Run``. A network is 0 outside
+    of its window. ``names`` are the networks of the programs, by default those with an image. The mode decides the
+    weights of layers: ``guess`` from 0.1 to 1 (Zhang et al. 2023, section 3.4, and PyTorch diffusers), the others as
+    A1111's extension has them.
     """
     nets, names = dict(model.networks.controls), names or control.names
     out = np.zeros((rows, len(names), 2, max(nets[name].layers for name in names)), np.float32)
@@ -147,8 +146,8 @@ def strengths(
 
 
 def layer_weights(net: Control, mode: str) -> HostArray:
-    """How strong the layers of a network are beside each other [L] float64, from the largest to the middle."""
-    from canvax.models.t2i_adapter import T2IAdapter  # where there are control images alone
+    """Return the relative strength of the layers of a network [L] float64, from the largest to the middle."""
+    from canvax.models.t2i_adapter import T2IAdapter  # only calls with control images need it
 
     count = net.layers
     if mode in ("prompt", "control"):
@@ -172,7 +171,7 @@ def encode_controls(
     size: tuple[int, int],
     count: int,
 ) -> dict[str, tuple[Any, ...]]:
-    """What each network keeps of its image of each image of the call, on the devices; each image is read once."""
+    """Encode the control images of each image of the call for each network; each control image is encoded once."""
     split, alone = over_batch(programs.mesh), padded_batch(1, programs.mesh)
     batch = padded_batch(count, programs.mesh)
     nets = dict(programs.networks.controls)
@@ -203,13 +202,13 @@ MOST_WEIGHT = 10
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """A control image as a network is shown it.
+    """A control image as a network reads it.
 
     Attributes:
-        image: RGB, of whatever size.
-        label: its type as it was named, ``"depth"`` or ``"depth:0.5"``; empty for a network without types.
-        slot: the number of its type.
-        weight: how strong it is beside the others.
+        image: RGB, of any size.
+        label: its type as the caller wrote it, ``"depth"`` or ``"depth:0.5"``; empty for a network without types.
+        slot: number of its type.
+        weight: its strength relative to the others.
     """
 
     image: Image.Image
@@ -219,10 +218,10 @@ class Shown:
 
 
 def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
-    """Of a network without types: one image for all of ``count``, or one for each.
+    """Read the control images of a network without types: one for all of ``count``, or one for each.
 
     Raises:
-        InputError: naming what is wrong with it.
+        InputError: the value is not such images.
     """
     if isinstance(value, Mapping):
         raise InputError(
@@ -235,16 +234,16 @@ def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
 
 
 def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]:
-    """Of a ControlNet-Union: for all of ``count`` images, or for each, its control images by type.
+    """Read the control images of a ControlNet-Union by type: one entry for all of ``count`` images, or one for each.
 
     Args:
         net: the network.
-        value: a dict of a type to an image, or to a list of one for each image of the call; or a list of such dicts. A
-            type is a name or a number, and may have a weight behind it, "depth:0.5".
-        count: images of the call.
+        value: a dict of a type to an image, or to a list of one for each image of the call; or a list of these dicts. A
+            type is a name or a number, and may have a weight after it, "depth:0.5".
+        count: number of images of the call.
 
     Raises:
-        InputError: a type is unknown or there twice, or an image is none.
+        InputError: a type is unknown or appears twice, or an image cannot be read.
     """
     if isinstance(value, Mapping):
         typed = {str(key): (_type_of(net, key), read_images("control", shown, count)) for key, shown in value.items()}
@@ -268,13 +267,13 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
 
 
 def mark_of(shown: Sequence[Shown]) -> Any:
-    """The SHA-256 of an image, or where there are types a dict of them."""
+    """Return the SHA-256 of an image, or a dict of these by type."""
     marks = {hint.label: fingerprint(hint.image) for hint in shown}
     return marks.get("", marks)
 
 
 def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
-    """The number of a type and its weight."""
+    """Return the number of a type and its weight."""
     if is_number(key) and key == int(key):
         name, weight = str(int(key)), ""
     else:
@@ -312,6 +311,6 @@ def _names(net: UnionNet) -> list[str]:
 
 
 def _known(net: UnionNet) -> str:
-    """The types of a network, for errors."""
+    """Return the types of a network for errors."""
     slots = [" = ".join(name for name, at in TYPES.items() if at == slot) or "-" for slot in range(net.types)]
     return "its types are " + ", ".join(f"{slot} {names}" for slot, names in enumerate(slots))

@@ -1,7 +1,7 @@
 """Texts on the devices: read by each encoder, encoded in one program, joined, brought to one length.
 
-What an encoder does not do in one pass, such as long and weighted prompts of CLIP, the host mixes from several passes.
-So no syntax, weight or schedule compiles the encoders again.
+Long and weighted prompts of CLIP take several passes, whose outputs the host mixes. So no syntax, weight or schedule
+compiles the encoders again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def passes_of(model: Model, wordings: Sequence[Wording], lengths: Sequence[int])
 
 
 def is_one_pass(passes: Sequence[Passes]) -> bool:
-    """Whether the program's output is what the denoiser is given."""
+    """Return True if the denoiser reads the program's output without mixing."""
     return all(each.mix is None for each in passes)
 
 
@@ -49,12 +49,12 @@ def mixed(
     encode: Callable[[TextInputs], Sequence[Mapping[str, Any]]],
     rows: Sequence[int],
 ) -> Mapping[str, Any]:
-    """Encode prompts in several passes, and join what is mixed of these.
+    """Encode prompts in several passes, mix these, and join the encoders' outputs.
 
     Args:
         text: the encoders.
-        passes: of each encoder.
-        encode: gives the outputs of each encoder for the prompts at ``rows``, arrays that can be computed with here.
+        passes: the passes of each encoder.
+        encode: returns the outputs of each encoder for the prompts at ``rows``, as arrays of this process.
         rows: indices of prompts.
     """
     numbers = range(max(len(each.inputs) for each in passes))
@@ -71,8 +71,8 @@ class Encoded(NamedTuple):
     """The conditions of the images of a call, on the devices.
 
     Attributes:
-        first: from the beginning.
-        later: from a row on.
+        first: at the beginning.
+        later: by the row from which they hold.
     """
 
     first: Prompts
@@ -80,7 +80,7 @@ class Encoded(NamedTuple):
 
 
 def flight_of(ready: Ready) -> InFlight:
-    """Shapes of all that the denoiser takes of a batch."""
+    """Return the shapes of a batch's state, as the denoiser reads it."""
     denoiser = next(ready[name] for name in DENOISERS.values() if name in ready)
     return denoiser.program.inputs[0].flight
 
@@ -93,7 +93,7 @@ def encode(
     request: Request,
     table: SamplerTable,
 ) -> Encoded:
-    """What each image is conditioned on and what it is guided away from, for each part of the run."""
+    """Return the conditions of the prompt and of the negative prompt of each image, for each part of the run."""
     split, text, lengths = over_batch(mesh), model.text, request.lengths
     batch = padded_batch(len(request.prompts), mesh)
     beside = request.beside
@@ -116,7 +116,7 @@ def encode(
         return [{name: local_rows(array, shared=True)[1] for name, array in output.items()} for output in outputs]
 
     def spread(array: HostArray, dtype: Any) -> Array:
-        """Rows of this process, at their places; nobody here asks for the others."""
+        """Put the rows of this process on its devices; other rows are not read here."""
         whole = np.zeros((batch, *array.shape[1:]), dtype)
         whole[rows] = array.astype(dtype)
         return put(whole, split)

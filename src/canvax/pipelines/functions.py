@@ -1,7 +1,7 @@
-"""The networks as functions of arrays, for loops of one's own: they can be jitted, differentiated and mapped.
+"""The networks as functions of arrays, for loops of your own: they can be jitted, differentiated and mapped.
 
-``docs/under-the-pipeline.md`` shows them at work. They run where their arrays are; the pipeline's own programs, its
-padding and its mesh have no part in it.
+``docs/under-the-pipeline.md`` has examples. The functions run where their arrays are; they do not use the pipeline's
+programs, padding and mesh.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.denoiser import evaluate
 from canvax.models.text import SECOND, Conditions, encode_each, encode_text
+from canvax.noise import seed_keys
 from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import inputs_of, is_one_pass, mixed, passes_of
+from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.options import Options
-from canvax.pipelines.request import check_clip_skip, check_init_images
-from canvax.pipelines.texts import read_texts
+from canvax.pipelines.prepare import noise_of
+from canvax.pipelines.request import Request, check_clip_skip, check_init_images
+from canvax.pipelines.texts import Wording, read_texts
 from canvax.prompts.grammar import PromptSyntax
 from canvax.quantize import compute_dtype
+from canvax.rollouts import Start
 from canvax.types import Array
 
 _encode_text = jitted(encode_text, static_argnames="cfg")
@@ -64,14 +68,7 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError("prompt", "adds prompts up (AND)", cure="encode each of them", value=prompt)
-    text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
-    passes = passes_of(model, texts.stages[0].parts[0], text.fit(texts.lengths))
-    if is_one_pass(passes):
-        conditions = dict(_encode_text(weights, inputs_of(text, passes), cfg=text))
-    else:
-        encode_each = partial(_encode_each, weights, cfg=text)
-        conditions = dict(mixed(text, passes, encode_each, range(len(prompts))))
-        conditions["text"] = conditions["text"].astype(compute_dtype(weights))
+    conditions = _encoded(model, params, texts.stages[0].parts[0], model.text.fit(texts.lengths))
     (tall, wide), factor = model.native_size, model.networks.size_step
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     numbers, _ = model.size_conditions(*size, {})
@@ -80,6 +77,48 @@ def encode(
         scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
         conditions["guidance"] = jnp.full(len(prompts), scale, jnp.float32)
     return conditions
+
+
+def _encoded(model: Model, params: Params, wordings: Sequence[Wording], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the conditions that the text encoders give, for texts that are brought to ``lengths``."""
+    text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
+    passes = passes_of(model, wordings, lengths)
+    if is_one_pass(passes):
+        return dict(_encode_text(weights, inputs_of(text, passes), cfg=text))
+    conditions = dict(mixed(text, passes, partial(_encode_each, weights, cfg=text), range(len(wordings))))
+    return {**conditions, "text": conditions["text"].astype(compute_dtype(weights))}
+
+
+def start(model: Model, params: Params, request: Request) -> Start:
+    """See ``canvax.Pipeline.start``."""
+    options, stages = request.options, request.texts.stages
+    others = {
+        "image": request.init_images or request.references,
+        "control": request.control,
+        "image_prompt": request.image_prompts,
+        "adapters": request.beside,
+        "hires": options.hires > 1,
+        "reuse": options.reuse > 1,
+        "prompt": request.composed or len(stages) > 1 or any(request.embeds),
+    }
+    for name, value in others.items():
+        if value:
+            what = "has conditions, AND or texts by step" if name == "prompt" else "is set"
+            raise InputError(name, f"{what}, which rollout does not read", cure="leave it out, or call the pipeline")
+    sizes = model.size_conditions(request.height, request.width, options.changed())
+    sides = [(stages[0].parts[0], sizes[0])]
+    if request.guided:
+        sides.insert(0, (stages[0].negatives, sizes[1]))
+    conditions, count = [_encoded(model, params, texts, request.lengths) for texts, _ in sides], len(request.prompts)
+    if request.guided and request.zeros:
+        conditions[0] = jax.tree.map(jnp.zeros_like, conditions[0])
+    for side, (_, numbers) in zip(conditions, sides, strict=True):
+        side.update({name: jnp.tile(jnp.asarray(row), (count, 1)) for name, row in numbers.items()})
+        if model.networks.embeds_guidance:
+            side["guidance"] = jnp.full(count, request.guidance, jnp.float32)
+    noise = noise_of(model, request) if request.latents is None else request.latents
+    keys, table = seed_keys(request.seeds), sampler_table(model, request)
+    return Start(jnp.asarray(noise), jnp.asarray(keys), tuple(conditions), table, request.rule)
 
 
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
@@ -115,7 +154,7 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     arrays = {name: jnp.asarray(array) for name, array in conditions.items()}
     conditions = {name: jnp.broadcast_to(array, (count, *array.shape[1:])) for name, array in arrays.items()}
     timesteps = numbers("timestep", timestep)
-    # Of an array on a device nobody asks: a loop would wait for it in each step. EDM's timesteps may be negative.
+    # The value of an array on a device is not read: a loop would wait for it in each step. EDM has negative timesteps.
     if isinstance(timestep, int | float | np.ndarray | np.generic):
         schedule, times = model.scheduler.schedule, np.asarray(timestep, np.float64)
         if not np.isfinite(times).all():
@@ -137,7 +176,7 @@ def decode(model: Model, params: Params, latents: Array) -> Array:
 
 
 def _weights(model: Model, params: Any, component: str) -> Params:
-    """The parameters of a component, traced or not."""
+    """Return the parameters of a component, traced or not."""
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
         names = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
         raise InputError("params", f"has no {component!r} ({names!s:.80})", cure="pass pipe.params, or a dict like it")
@@ -146,7 +185,7 @@ def _weights(model: Model, params: Any, component: str) -> Params:
 
 
 def numbers(name: str, value: Any) -> Array:
-    """``value`` as an array of real numbers, traced or not."""
+    """Return ``value`` as an array of real numbers, traced or not."""
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of text, None, ragged lists, lists of deleted arrays
@@ -163,7 +202,7 @@ def _channels(model: Model) -> list[int]:
 
 
 def _pixels(model: Model, value: Any) -> Array:
-    """Images [B, H, W, C] float32 in 0..1 of an array of these, or of uint8, traced or not."""
+    """Return images [B, H, W, C] float32 in 0..1 from an array of these, or of uint8, traced or not."""
     images, step = numbers("image", value), model.networks.size_step
     images = images[None] if images.ndim == 3 else images
     if images.ndim != 4 or images.shape[-1] not in _channels(model) or 0 in images.shape:
@@ -189,7 +228,7 @@ def _latents(model: Model, value: Any) -> Array:
 
 
 def _check_conditions(model: Model, conditions: Any, count: int) -> None:
-    """Refuse what is not the conditions of ``count`` latents, without looking at a value: they may be traced."""
+    """Check the structure of the conditions of ``count`` latents. Values are not read, since they may be traced."""
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
         raise InputError("conditions", "is not a dict of arrays", cure=cure, value=conditions)

@@ -1,4 +1,4 @@
-"""Text to image: tokenize, encode, noise and table, denoise, decode; a second pass at a larger size; the metadata."""
+"""Text to image: texts, noise and table, denoising, decoding; a second pass at a larger size; the metadata."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def text_to_image(
 ) -> Result:
     """Generate the images of a checked request.
 
-    ``cure`` says what helps where memory runs out, ``counts`` what JAX compiles meanwhile. ``tables`` give each image
-    its own steps, sampler and guidance; what the result tells of them is that of the request.
+    ``cure`` gives the advice of out-of-memory errors; ``counts`` counts what JAX compiles meanwhile. ``tables`` give
+    each image its own steps, sampler and guidance; the metadata describe the request.
 
-    Where several processes generate together, each returns the images of its own devices.
+    If several processes generate together, each returns the images of its devices.
     """
     began, clock = time.perf_counter(), Clock()
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
@@ -119,7 +119,7 @@ def text_to_image(
 
 
 def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, Kinds]:
-    """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
+    """Return the table of a request, the rows that compute deep features, and the kinds for ``Programs.ready``."""
     table = sampler_table(model, request)
     rule = request.rule
     guided = guided_rows(table, guided=request.guided) | reads_negative(rule)
@@ -145,7 +145,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
 
 
 def sampler_table(model: Model, request: Request) -> SamplerTable:
-    """The table of a request, the same for all its images."""
+    """Build the table of a request, the same for all its images."""
     options, init = request.options, request.init_images
     steps, skip = (init.steps, init.skipped) if init else (request.steps, 0)
     settings, schedule, mu = options.settings, model.scheduler.schedule, model.family.mu
@@ -184,7 +184,7 @@ def denoise(
 
     Raises:
         Cancelled: the callback returned False.
-        InputError: it returned what cannot be gone on from.
+        InputError: it returned a value that the run cannot continue from.
     """
     total, count, callback = batch.rows_left, len(request.prompts), request.options.callback
     # Every process must run the same number of rows per call, so its size must not depend on local timing.
@@ -218,7 +218,7 @@ def denoise(
 
 
 def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarray:
-    """The latents that a callback wants to go on from, checked."""
+    """Check the latents that a callback returned to continue from."""
     if isinstance(returned, Mapping):
         if returned.get("latents") is None:
             problem = f"returned a dict of {sorted(map(str, returned))!s:.80}"
@@ -238,7 +238,7 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
 
 
 def larger_side(model: Model, side: int, times: float) -> int:
-    """The side, in pixels, that a second pass makes of another one: a size that the model can have."""
+    """Return the height or width of the second pass in pixels, rounded to a size that the model can have."""
     step = max(8, model.networks.size_step)
     return max(step, round(side * times / step) * step)
 
@@ -246,7 +246,7 @@ def larger_side(model: Model, side: int, times: float) -> int:
 def two_passes(
     model: Model, programs: Programs, params: Params, request: Request, cure: Callable[[], str], counts: Counts
 ) -> Result:
-    """``text_to_image`` at the size of the request, then again at ``options.hires`` times that."""
+    """Run ``text_to_image`` at the size of the request, then again at ``options.hires`` times that size."""
     larger = second_pass(model, request)
     if multihost.is_spread(programs.mesh):
         raise InputError(
@@ -270,7 +270,7 @@ def two_passes(
 
 
 def enlarged(larger: Request, pixels: HostArray, latents: HostArray) -> Request:
-    """The request of ``second_pass`` with the images [n, H, W, C] or the latents [n, h, w, C] of the first pass."""
+    """Put the images [n, H, W, C] or the latents [n, h, w, C] of the first pass into the request of ``second_pass``."""
     assert larger.init_images is not None
     if larger.options.hires_method == "latent":
         init = replace(larger.init_images, latents=_latents_resized(latents, *larger.shape[1:3]))
@@ -281,10 +281,10 @@ def enlarged(larger: Request, pixels: HostArray, latents: HostArray) -> Request:
 
 
 def second_pass(model: Model, request: Request) -> Request:
-    """The request of the second pass, still without images.
+    """Return the request of the second pass, without images.
 
     Raises:
-        InputError: it cannot be run.
+        InputError: an option cannot be used with a second pass.
     """
     options = request.options
     if request.init_images is not None:
@@ -319,7 +319,7 @@ def second_pass(model: Model, request: Request) -> Request:
         whole, skipped = steps_of_strength(strength, steps, "exact", most)
     except InputError as error:
         raise InputError("hires_steps", error.problem, cure=error.cure, value=steps) from None
-    # A text that changes on the way has become its last one.
+    # The second pass reads the last text of prompts that change during the run.
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
         prompts, embeds = request.hires_prompts, (None, embeds[1])
@@ -342,14 +342,14 @@ def second_pass(model: Model, request: Request) -> Request:
         check_composed(larger, model, "hires_prompt")
     try:
         sampler_table(model, larger)
-    except InputError as error:  # of settings that another sampler has not
+    except InputError as error:  # the second sampler lacks settings of the first
         problem = f"{error.problem} (of hires_sampler={sampler!r})" if options.hires_sampler else error.problem
         raise InputError(error.argument, problem, cure=error.cure, value=error.value) from None
     return larger
 
 
 def _latents_resized(latents: HostArray, height: int, width: int) -> HostArray:
-    """[n, h, w, C] float32 at another size, bilinear."""
+    """Resize latents [n, h, w, C] float32 bilinearly."""
 
     def one(channel: HostArray) -> HostArray:
         return np.asarray(Image.fromarray(channel).resize((width, height), Image.Resampling.BILINEAR))
@@ -358,7 +358,7 @@ def _latents_resized(latents: HostArray, height: int, width: int) -> HostArray:
 
 
 def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
-    """For each image everything that generates it again, in plain values."""
+    """Return for each image all settings that generate it again, as plain values."""
     sampler, label, table_sha256 = request.sampler, "", ""
     if isinstance(sampler, SamplerTable):
         sampler, label, table_sha256 = "custom", "custom", sampler.sha256
@@ -416,20 +416,20 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
 
 
 def record_of_model(model: Model) -> dict[str, Any]:
-    """Return what metadata holds of the model, in the names of ``canvax.load``."""
+    """Return the model's settings in metadata, under the names of ``canvax.load``."""
     optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
     record = {"model": model.name, "revision": model.revision, "dtype": model.dtype}
     return record | {name: value for name, value in optional.items() if value is not None}
 
 
 def _given(request: Request, index: int) -> dict[str, str]:
-    """By which pixels the image and the mask of one image are known again."""
+    """Return the hashes of the source image and the mask of one image."""
     fingerprints = request.init_images.fingerprints if request.init_images else {}
     return {f"{name}_sha256": entry(values, index) for name, values in fingerprints.items()}
 
 
 def _control(model: Model, request: Request, index: int) -> dict[str, list[Any]]:
-    """By which pixels the control images of one image are known again, for each network; None for one without."""
+    """Return the hashes of the control images of one image, for each network; None for a network without an image."""
     if request.control is None:
         return {}
     marks = request.control.fingerprints
@@ -438,7 +438,7 @@ def _control(model: Model, request: Request, index: int) -> dict[str, list[Any]]
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:
-    """The options of each image: of a list of prompts, its own."""
+    """Return the options of each image, with its own text where an option is a list of prompts."""
     changed = request.options.changed()
     second = {"prompt_2": request.prompts_2, "negative_prompt_2": request.negatives_2}
     second["hires_prompt"] = request.hires_prompts

@@ -1,4 +1,4 @@
-"""What a request most likely does not mean, as warnings; it is carried out all the same."""
+"""Warnings about requests that most likely do not do what was meant; they run all the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from canvax import settings
 from canvax.call import STRENGTH
-from canvax.errors import HintWarning, warn
+from canvax.errors import HintWarning
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
@@ -23,14 +23,14 @@ FAR = 2.0
 """Images suffer if they have this many times more, or fewer, pixels than the model was trained for."""
 
 ODD = 5.0
-"""Latents whose standard deviation differs from 1 by more than this factor are no noise, even of a coarse inversion."""
+"""Latents whose standard deviation differs from 1 by more than this factor are not noise, nor a coarse inversion."""
 
 BURNT = 50
 """A guidance scale above which every image is over-saturated."""
 
 LISTED = 5
 OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
-"""Settings of a sampler that say how much of the noise that it adds, and when."""
+"""Settings of a sampler about the amount and the time of the noise that it adds."""
 
 _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
 _WORDS = re.compile(
@@ -39,17 +39,11 @@ _WORDS = re.compile(
 """Syntax of A1111's prompts, except weights."""
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
-"""How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
-
-
-def give_hints(model: Model, request: Request) -> None:
-    """Warn of what ``hints`` finds."""
-    for hint in hints(model, request):
-        warn(hint)
+"""The usual spellings of textual inversions in prompts, and ComfyUI's names of their files."""
 
 
 def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
-    """Whether the conditions that options need hold, with words for where they do not."""
+    """Return whether the conditions of options hold, by name, with the words for those that do not."""
     options, init, again = request.options, request.init_images, request.options.hires > 1
     again = again and options.hires_method == "pixel"  # the second pass encodes the first one's image
     fixed = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
@@ -57,7 +51,7 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
     anew = init is not None and init.from_noise and options.mask_fill in ("noise", "nothing")
     return {
         "free spacing": (not fixed, "without steps to place: sigmas or timesteps fix them"),
-        "seed's noise": (request.latents is None, "beside latents, which take the place of a seed's noise"),
+        "seed's noise": (request.latents is None, "with latents, which replace a seed's noise"),
         "text": (texts, "without a prompt as text"),
         "prompt as text": (request.embeds[0] is None, "without a prompt as text"),
         "negative prompt as text": (request.embeds[1] is None, "without a negative prompt as text"),
@@ -72,12 +66,12 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
 
 
 def _forgets(init: InitImages | None) -> bool:
-    """Whether the run owes nothing to the image: it begins from noise, and no mask keeps a part."""
+    """Return True if the image has no effect: the run begins from noise alone, and no mask keeps a part."""
     return init is not None and init.strength == 1 and not init.masks
 
 
 def _odd_spread(request: Request) -> float | None:
-    """The standard deviation of noise that is none, such as that of diffusers' Euler, times its first sigma."""
+    """Return the standard deviation of latents that are not unit noise, such as noise times Euler's first sigma."""
     inverts = isinstance(request.sampler, str) and find(request.sampler)[0].name == "ddim_inverse"
     if request.latents is None or inverts or request.options.denoising_start > 0:
         return None
@@ -86,7 +80,7 @@ def _odd_spread(request: Request) -> float | None:
 
 
 def idle(model: Model, request: Request) -> Iterator[HintWarning]:
-    """Options that have no effect, with what they need."""
+    """Yield a warning for each option that has no effect, with the condition that is missing."""
     there = _there(model, request)
     for name, needed in settings.idle(request.options, {name: holds for name, (holds, _) in there.items()}):
         needs = there[needed][1] if needed in there else f"without {needed}"
@@ -98,7 +92,7 @@ def idle(model: Model, request: Request) -> Iterator[HintWarning]:
 
 
 def hints(model: Model, request: Request) -> Iterator[HintWarning]:
-    """One hint for each kind of problem."""
+    """Yield one hint for each kind of problem."""
     prompts, syntax, options = dict.fromkeys(request.prompts), request.options.prompt_syntax, request.options
     words = (words_of(prompt, syntax) for prompt in prompts)
     added = {name for tokenizer in model.tokenizers.values() for name in getattr(tokenizer, "added", ())}
@@ -185,7 +179,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
 def _of_words(
     prompts: list[str], negatives: list[str], second: list[str], syntax: str, added: set[str]
 ) -> Iterator[HintWarning]:
-    """Parts of the prompts that are read as text, most likely by mistake.
+    """Yield hints about syntax in the prompts that is read as text, probably by mistake.
 
     ``second`` are prompts of a second pass; ``added`` are words of textual inversions.
     """
@@ -214,5 +208,5 @@ def _of_words(
 
 
 def _first(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:
-    """What matches in the first of the texts in which something does."""
+    """Return the match in the first text that has one."""
     return next((match[0] for text in texts if (match := pattern.search(text))), None)

@@ -1,4 +1,4 @@
-"""Image prompts of a call: read from files, checked, encoded for the denoiser."""
+"""Image prompts of a call: read them from files, check and encode them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class ImagePrompt:
 
     Attributes:
         image: a PIL image, a path or an array; or a list with one for each image of the call.
-        scale: how strong it is, 1 as trained; or how strong in each part of the UNet, such as
+        scale: its strength, 1 as trained; or strengths by part of the UNet, such as
             ``{"up": {"block_0": [0, 1, 0]}}``, 0 in parts that are not named; or a list with one for each image.
-        mask: where it acts, white; an image, or a list with one for each image of the call. None for everywhere.
-        adapter: which of the pipeline's adapters reads it.
-        embeds: in place of an image what CLIP makes of it: vectors [n, D] for a plain adapter, features [n, T, D]
+        mask: the area where it acts, in white; an image, or a list with one for each image of the call. None for all.
+        adapter: index of the pipeline's adapter that reads it.
+        embeds: CLIP's output instead of an image: vectors [n, D] for a plain adapter, features [n, T, D]
             for the others; n is 1 or the number of images of the call.
-        negative_embeds: likewise, for the negative prompt. By default a vector of zeros, or features of a grey image.
+        negative_embeds: the same for the negative prompt. By default a vector of zeros, or features of a grey image.
     """
 
     image: Any = None
@@ -71,15 +71,15 @@ class Checked:
     """An image prompt, checked; lists are one for all images of the call or one for each.
 
     Attributes:
-        component: of its adapter.
-        images: RGB, of whatever size; empty where ``embeds`` are given.
-        embeds: [n, ...] float32.
-        negative: likewise, or None.
+        component: name of its adapter.
+        images: RGB, of any size; empty if there are ``embeds``.
+        embeds: [n, ...] float32, or None.
+        negative: [n, ...] float32, or None.
         scales: [n, L] float32.
-        masks: grey, of whatever size; empty for none.
+        masks: grey, of any size; empty for none.
         raw_scales: scales as the caller passed them.
-        marks: by which pixels or numbers it is known again.
-        mask_marks: likewise its mask.
+        marks: SHA-256 of each image or embedding.
+        mask_marks: SHA-256 of each mask.
     """
 
     component: str
@@ -105,9 +105,9 @@ class ImagePrompts:
     """All image prompts of a call.
 
     Attributes:
-        prompts: in the order in which they were given.
-        adapters: those of the pipeline, by component.
-        tokens: of CLIP's features; None without an image encoder.
+        prompts: the image prompts, in the order of the call.
+        adapters: the adapters of the pipeline, by component.
+        tokens: number of CLIP's features; None without an image encoder.
     """
 
     prompts: list[Checked]
@@ -116,7 +116,7 @@ class ImagePrompts:
 
     @cached_property
     def kinds(self) -> tuple[PromptKind, ...]:
-        """What decides the programs."""
+        """Facts about the image prompts of each adapter that decide the programs."""
         kinds = []
         for name, net in self.adapters.items():
             prompts = [prompt for prompt in self.prompts if prompt.component == name]
@@ -131,18 +131,18 @@ class ImagePrompts:
         return (net.reads,) if net.kind == "plain" else (self.tokens or 0, net.reads)
 
     def sees(self, *, guided: bool) -> bool:
-        """Whether CLIP's image encoder is needed."""
+        """Return True if CLIP's image encoder is needed."""
         return any(
             prompt.images or (guided and prompt.negative is None and self.adapters[prompt.component].kind != "plain")
             for prompt in self.prompts
         )
 
     def fingerprint(self) -> list[Any]:
-        """What must be the same in processes that generate together."""
+        """Return the values that must be the same in processes that generate together."""
         return [[prompt.component, prompt.marks, prompt.mask_marks, prompt.scales.tolist()] for prompt in self.prompts]
 
     def record(self, index: int) -> list[dict[str, Any]]:
-        """What metadata tells of those of one image."""
+        """Return the metadata of one image's prompts."""
         names = list(self.adapters)
         records = []
         for prompt in self.prompts:
@@ -154,13 +154,13 @@ class ImagePrompts:
 
 
 def check_image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
-    """The image prompts of a call; None if there are none.
+    """Check the image prompts of a call; return None if there are none.
 
     Args:
-        model: with its adapters.
-        value: an image or a list of one for each image of the call; an ``ImagePrompt`` or a list of such.
-        count: images of the call.
-        options: of the call.
+        model: the model.
+        value: an image or a list with one for each image of the call; an ``ImagePrompt`` or a list of these.
+        count: number of images of the call.
+        options: options of the call.
 
     Raises:
         InputError: naming the argument, its value and the cure.
@@ -249,7 +249,7 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
 
 
 def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: int) -> HostArray:
-    """[n, ...] float32."""
+    """Check embeds of the caller; return them as [n, ...] float32."""
     try:
         array = np.asarray(value, np.float32)
     except (TypeError, ValueError):
@@ -275,10 +275,10 @@ def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: in
 
 
 def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
-    """How strong an image prompt is in each attention [L] float32.
+    """Return the strength of an image prompt in each attention [L] float32.
 
     Raises:
-        InputError: naming what is no strength, or no part of the UNet.
+        InputError: a value is not a strength, or a name is not a part of the UNet.
     """
     layers = attentions_to_text(net.unet)
     if not isinstance(scale, Mapping):
@@ -335,7 +335,7 @@ def encode_image_prompts(
     *,
     guided: bool,
 ) -> Reading:
-    """The conditions of the image prompts of ``count`` images, on the devices; each image is encoded once."""
+    """Encode the image prompts of ``count`` images into conditions on the devices; each image is encoded once."""
     reader = _Reader(programs, ready, params)
     batch = padded_batch(count, programs.mesh)
     halves: tuple[dict[str, ImageKV], dict[str, ImageKV]] = ({}, {})
@@ -375,23 +375,21 @@ class _Reader:
         self._seen: dict[Any, Any] = {}
 
     def read(self, net: IPAdapter, prompt: Checked, *, negative: bool) -> list[list[tuple[HostArray, HostArray]]]:
-        """Keys and values [T, N, Dh] of each layer, of one for all images of the call or of each."""
+        """Return keys and values [T, N, Dh] of each layer: one list for all images of the call, or one for each."""
         if negative:
             rows = prompt.negative if prompt.negative is not None else [self._nothing(net)]
         elif prompt.embeds is not None:
             rows = prompt.embeds
         else:
-            rows = [self._of_image(net, image, mark) for image, mark in zip(prompt.images, prompt.marks, strict=True)]
+            seen = [self._vision(mark, image) for image, mark in zip(prompt.images, prompt.marks, strict=True)]
+            rows = [vector if net.kind == "plain" else features for vector, features in seen]
         return [self._keys(prompt.component, np.asarray(row)) for row in rows]
 
     def _nothing(self, net: IPAdapter) -> HostArray:
-        """What stands for no image: a vector of zeros, or the features of an image that CLIP sees as zeros."""
+        """Return the embedding of "no image": a vector of zeros, or features of an image that CLIP sees as zeros."""
         if net.kind == "plain":
             return np.zeros(net.reads, np.float32)
         return self._vision("", None)[1]
-
-    def _of_image(self, net: IPAdapter, image: Image.Image, mark: str) -> HostArray:
-        return self._vision(mark, image)[0 if net.kind == "plain" else 1]
 
     def _vision(self, mark: str, image: Image.Image | None) -> tuple[HostArray, HostArray]:
         if mark not in self._seen:
@@ -424,9 +422,9 @@ def mask_levels(
     latents: tuple[int, int, int, int],
     count: int,
 ) -> list[HostArray]:
-    """Where each of I image prompts acts, for each level of the UNet: [count, h w, I] float32; everywhere without.
+    """Return the masks of I image prompts for each level of the UNet [count, h w, I] float32; 1 without a mask.
 
-    As PyTorch diffusers does it: black or white at the size of the image, then bicubic without smoothing.
+    Masks are resized as in PyTorch diffusers: black or white at the size of the image, then bicubic, not smoothed.
     """
     height, width = size
     ones = [Image.new("L", (width, height), 255)]
@@ -443,7 +441,7 @@ def mask_levels(
 
 
 def bicubic(size: int, wanted: int) -> HostArray:
-    """Weights [wanted, size] float64 of cubic convolution with a = -0.75 (Keys 1981), edges repeated, not smoothed."""
+    """Return the weights [wanted, size] float64 of cubic convolution with a = -0.75 (Keys 1981), edges repeated."""
     at = (np.arange(wanted) + 0.5) * size / wanted - 0.5
     first, a = np.floor(at).astype(int), -0.75
     out = np.zeros((wanted, size))

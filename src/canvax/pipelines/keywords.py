@@ -39,13 +39,13 @@ class OptionFields(TypedDict, total=False):
     eta: float | None
     """Noise that DDIM and ancestral samplers add."""
     spacing: Spacing | None
-    """Which timesteps are visited: leading, trailing or linspace."""
+    """Spacing of the timesteps: leading, trailing or linspace."""
     sigmas: str | Sequence[float] | None
     """Sigma schedule: karras, ays, ... (canvax samplers curves) or a list such as 14.6,6,2,0.5,0."""
     sampler_settings: Mapping[str, Any] | Sequence[str]
     """A setting of the sampler, such as s_churn=10; see canvax samplers."""
     guidance_steps: Sequence[float] | None
-    """Guidance scale of each step, in place of one for all."""
+    """Guidance scale of each step instead of one for all."""
     guidance_interval: Sequence[float]
     """Use guidance only from A to B of the run, for less work: Kynkaanniemi et al. 2024."""
     guidance_rescale: float
@@ -58,7 +58,7 @@ class OptionFields(TypedDict, total=False):
     pag_scale: float
     """Perturbed-attention guidance of Ahn et al. 2024, 3 is usual; one more evaluation for each step."""
     pag_adaptive_scale: float
-    """How much of pag_scale goes with each timestep."""
+    """Decrease of pag_scale with the timestep."""
     reuse: int
     """Compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others (DeepCache,
     TaylorSeer); one more program."""
@@ -71,13 +71,13 @@ class OptionFields(TypedDict, total=False):
     noise: NoiseKind
     """Initial noise: philox, or torch for that of PyTorch's CPU generator."""
     prompt_syntax: PromptSyntax
-    """What brackets in prompts mean: plain (nothing), a1111, comfy or compel."""
+    """Meaning of brackets in prompts: plain (none), a1111, comfy or compel."""
     progress: bool | Literal["programs"]
     """Show compiling and evaluations on stderr; programs: compiling alone."""
     callback: Callable[[Any], Any] | None
     """Called after each evaluation with a canvax.Step."""
     strength_rule: StrengthRule
-    """Which steps a strength runs: as diffusers, a1111 or exact have it."""
+    """Rule for the steps of a strength: diffusers, a1111 or exact."""
     image_encoding: ImageEncoding | None
     """Latents of the image: the encoder's mean, or a random sample by the seed."""
     mask_mode: MaskMode
@@ -87,29 +87,29 @@ class OptionFields(TypedDict, total=False):
     mask_fill: MaskFill
     """Initial content of the masked part: original, fill, noise or nothing."""
     mask_blend: MaskBlend
-    """How the rest is kept: in the denoised image or, as diffusers does, renoised in the latents."""
+    """Method of keeping the rest: in the denoised image or, as in diffusers, renoised in the latents."""
     padding_mask_crop: int | None
     """Generate only the masked part, enlarged to the full size, with this many pixels around it."""
     outpaint: str | Sequence[int] | Mapping[str, int] | None
     """Add pixels on these sides of an image: left=64,right=64."""
     control_scale: float | Sequence[float]
-    """How strong the control image is; X,X for two networks, as with the next three."""
+    """Strength of the control image; X,X for two networks, as for the next three."""
     control_start: float | Sequence[float]
     """The part of the run after which control begins."""
     control_end: float | Sequence[float]
     """The part of the run after which control ends."""
     control_mode: ControlMode | Sequence[ControlMode]
-    """What matters more: balanced, the prompt, the control image; guess needs no prompt."""
+    """Preference: balanced, prompt, or control (the control image); guess needs no prompt."""
     variation_seed: int | None
     """Mix the noise of this seed into the initial noise."""
     variation_strength: float
-    """How much of the variation seed's noise to mix in."""
+    """Share of the variation seed's noise."""
     seed_size: tuple[int, int] | None
     """Keep the composition that the seed gives at this size."""
     hires: float
     """A second pass at this many times the size, such as 2."""
     hires_method: HiresMethod
-    """What the second pass enlarges: pixel (the image), or latent."""
+    """Input of the second pass: pixel (the image), or latent."""
     hires_strength: float | None
     """Strength of the second pass."""
     hires_steps: int | None
@@ -121,13 +121,13 @@ class OptionFields(TypedDict, total=False):
     denoising_start: float
     """Begin at this part of the run, from latents of a run that stopped there (denoising_end)."""
     denoising_end: float
-    """Stop after this part of the run: Result.latents are noisy then, and nothing is decoded."""
+    """Stop after this part of the run: Result.latents are noisy then, and are not decoded."""
     prompt_2: str | Sequence[str] | None
     """Prompt of the second text encoder."""
     negative_prompt_2: str | Sequence[str] | None
     """Negative prompt of the second text encoder."""
     original_size: tuple[int, int] | None
-    """Size of the training images to imitate; small is blurred."""
+    """Size of the training images to imitate; small ones are blurred."""
     crops_coords_top_left: tuple[int, int]
     """Crop of the training images to imitate; 0 0: not cropped."""
     target_size: tuple[int, int] | None
@@ -139,20 +139,20 @@ class OptionFields(TypedDict, total=False):
     negative_target_size: tuple[int, int] | None
     """Target_size for the negative prompt."""
     aesthetic_score: float | None
-    """Of the refiner: how beautiful, about 1 to 10."""
+    """Aesthetic score for the refiner, about 1 to 10."""
     negative_aesthetic_score: float | None
-    """Of the refiner: what to keep away from."""
+    """Aesthetic score to avoid, for the refiner."""
 
 
 class ForeignFields(OptionFields, total=False):
     """The options, and names of other programs."""
 
     prompts: str | Sequence[str] | Conditions
-    """The same as prompt: what to show; a list gives an image of each."""
+    """The same as prompt: the text to show; a list gives an image of each."""
     negative: str | Sequence[str] | Conditions | None
-    """The same as negative_prompt: what the images should not show."""
+    """The same as negative_prompt: the text to avoid."""
     neg_prompt: str | Sequence[str] | Conditions | None
-    """The same as negative_prompt: what the images should not show."""
+    """The same as negative_prompt: the text to avoid."""
     H: int | None
     """The same as height: a multiple of 8, 16 or 32, as the model needs."""
     W: int | None
@@ -164,13 +164,13 @@ class ForeignFields(OptionFields, total=False):
     sampling_steps: int | None
     """The same as num_inference_steps: sampler steps, at most the 1000 of the model's noise schedule."""
     cfg: float | None
-    """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
+    """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program."""
     cfg_scale: float | None
-    """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
+    """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program."""
     guidance: float | GuidanceFunction | GuidanceMethod | None
-    """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
+    """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program; a rule, a function or a name is guidance_method."""
     n: int
     """The same as num_images_per_prompt: images for each prompt."""
@@ -194,11 +194,11 @@ class ForeignFields(OptionFields, total=False):
     """The same as image: begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or
     --mask; its size is generated unless -W and -H say otherwise."""
     mask_image: Any
-    """The same as mask: white is generated, black stays as it is; of the image's size."""
+    """The same as mask: white is generated, black is kept; of the image's size."""
     denoising_strength: float | None
-    """The same as strength: how much of the run is done."""
+    """The same as strength: the part of the run to do."""
     denoise: float | None
-    """The same as strength: how much of the run is done."""
+    """The same as strength: the part of the run to do."""
     control_image: Any
     """The same as control: the image that the ControlNet reads, such as edges; none for no image; for several types
     TYPE=FILE,TYPE=FILE."""
@@ -213,11 +213,11 @@ class ForeignFields(OptionFields, total=False):
     cfg_rescale: float
     """The same as guidance_rescale: against over-exposure at high guidance, as in Lin et al. 2024."""
     controlnet_conditioning_scale: float | Sequence[float]
-    """The same as control_scale: how strong the control image is; X,X for two networks, as with the next three."""
+    """The same as control_scale: strength of the control image; X,X for two networks, as for the next three."""
     adapter_conditioning_scale: float | Sequence[float]
-    """The same as control_scale: how strong the control image is; X,X for two networks, as with the next three."""
+    """The same as control_scale: strength of the control image; X,X for two networks, as for the next three."""
     control_weight: float | Sequence[float]
-    """The same as control_scale: how strong the control image is; X,X for two networks, as with the next three."""
+    """The same as control_scale: strength of the control image; X,X for two networks, as for the next three."""
     control_guidance_start: float | Sequence[float]
     """The same as control_start: the part of the run after which control begins."""
     guidance_start: float | Sequence[float]
@@ -231,7 +231,7 @@ class ForeignFields(OptionFields, total=False):
     subseed: int | None
     """The same as variation_seed: mix the noise of this seed into the initial noise."""
     subseed_strength: float
-    """The same as variation_strength: how much of the variation seed's noise to mix in."""
+    """The same as variation_strength: share of the variation seed's noise."""
     hr_scale: float
     """The same as hires: a second pass at this many times the size, such as 2."""
     hires_scale: float
@@ -255,7 +255,7 @@ class ForeignFields(OptionFields, total=False):
     callback_on_step_end_tensor_inputs: Sequence[str]
     """['latents']."""
     prompt_embeds: Any
-    """What the text encoder returned; the same as prompt=pipe.encode(...)."""
+    """Conditions from the text encoder; the same as prompt=pipe.encode(...)."""
     pooled_prompt_embeds: Any
     """The second output of SDXL's text encoders."""
     negative_prompt_embeds: Any
@@ -278,8 +278,8 @@ class CallFields(ForeignFields, total=False):
     num_inference_steps: int | None
     """Sampler steps, at most the 1000 of the model's noise schedule."""
     guidance_scale: float | None
-    """How closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves the work
-    and is another program."""
+    """Scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves the
+    work and is another program."""
     num_images_per_prompt: int
     """Images for each prompt."""
     seed: int | Sequence[int] | np.ndarray | Array | None
@@ -296,9 +296,9 @@ class CallFields(ForeignFields, total=False):
     """Begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or --mask; its size is
     generated unless -W and -H say otherwise."""
     mask: Any
-    """White is generated, black stays as it is; of the image's size."""
+    """White is generated, black is kept; of the image's size."""
     strength: float | None
-    """How much of the run is done."""
+    """The part of the run to do."""
     control: Any
     """The image that the ControlNet reads, such as edges; none for no image; for several types TYPE=FILE,TYPE=FILE."""
     image_prompt: Any
@@ -311,15 +311,15 @@ class AgainFields(CallFields, total=False):
     """The keywords of ``Pipeline.again``."""
 
     prompt: str | Sequence[str] | Conditions
-    """What to show; a list gives an image of each."""
+    """The text to show; a list gives an image of each."""
     negative_prompt: str | Sequence[str] | Conditions | None
-    """What the images should not show."""
+    """The text to avoid."""
     scale: float
-    """Of an enlarged image: how many times larger."""
+    """For an enlarged image: factor of width and height."""
     overlap: int | None
-    """Of an enlarged image: pixels that neighbouring tiles share at least."""
+    """For an enlarged image: the fewest pixels that neighbouring tiles share."""
     batch: int
-    """Of an enlarged image: tiles at once."""
+    """For an enlarged image: tiles at once."""
 
 
 class LoadFields(TypedDict, total=False):

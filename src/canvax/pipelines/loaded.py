@@ -1,4 +1,4 @@
-"""A model with its weights on devices: opening its files, its networks as functions, saving, placing, compiling."""
+"""A model with its weights on devices: open its files, call its networks, save, place, compile."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from canvax.weights.overrides import Overrides
 
 @dataclass(eq=False, repr=False)
 class LoadedModel:
-    """What a pipeline holds, and all that can be done with it but generating.
+    """The model, programs and parameters of a pipeline, with all methods except those that generate.
 
     Attributes:
-        model: where it came from, its configs, tokenizers and noise schedule.
+        model: its source, configs, tokenizers and noise schedule.
         programs: the compiled programs.
         params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
-            arrays. After ``from_pretrained``, whose caller passes them to each call, there are none (None).
+            arrays. None after ``from_pretrained``, whose caller passes them to each call.
     """
 
     model: Model
@@ -64,11 +64,7 @@ class LoadedModel:
     params: Params = None  # pyright: ignore[reportAssignmentType]
     _fitting: list[tuple[Any, list[weakref.ref[Any]]]] = field(default_factory=list, init=False)
     _changing: threading.RLock = field(default_factory=threading.RLock, init=False)
-    """Held while ``model`` and ``params`` change, and while a call takes both."""
-
-    def _exchange(self, model: Model, params: Params) -> None:
-        """Have another model and its parameters, as adapters make them."""
-        vars(self).update(model=model, params=params)
+    """Lock that is held while ``model`` and ``params`` change, and while a call reads both."""
 
     @property
     def mesh(self) -> Mesh:
@@ -107,19 +103,19 @@ class LoadedModel:
         prompt_syntax: PromptSyntax = "plain",
         params: Params | None = None,
     ) -> Conditions:
-        """What the denoiser is conditioned on: ``text`` [B, T, D], and for SDXL ``pooled`` [B, P] and ``time_ids``.
+        """Encode prompts into conditions: ``text`` [B, T, D], and for SDXL ``pooled`` [B, P] and ``time_ids``.
 
-        A pure function of ``params``: it can stand inside ``jax.jit`` and ``jax.grad``.
+        This is a pure function of ``params``: use it inside ``jax.jit`` and ``jax.grad``.
 
         Args:
-            prompt: one or several.
-            prompt_2: what SDXL's second text encoder reads, if not ``prompt``.
-            height: pixels of the images, which SDXL reads; by default the size the model was trained for.
-            width: likewise.
+            prompt: one prompt or several.
+            prompt_2: the prompt of SDXL's second text encoder, by default ``prompt``.
+            height: pixels of the images, which SDXL reads; by default the size that the model was trained for.
+            width: pixels, as ``height``.
             clip_skip: layers of the text encoder left out at the end.
-            guidance_scale: of a latent consistency model, which takes it as an input; others do not look at it.
-            prompt_syntax: what brackets in the prompt mean; see ``canvax.Options``.
-            params: the parameters, if not those of the pipeline.
+            guidance_scale: input of latent consistency models; other models ignore it.
+            prompt_syntax: meaning of brackets in the prompt; see ``canvax.Options``.
+            params: the parameters, by default those of the pipeline.
         """
         params = self._own(params)
         keywords = {"height": height, "width": width, "clip_skip": clip_skip, "guidance_scale": guidance_scale}
@@ -129,36 +125,36 @@ class LoadedModel:
     def encode_image(
         self, image: Any, *, height: int | None = None, width: int | None = None, params: Params | None = None
     ) -> Array:
-        """Latents of images [B, h, w, C] float32, scaled as the denoiser sees them: the mean of what the encoder gives.
+        """Encode images into latents [B, h, w, C] float32, scaled for the denoiser: the mean of the encoder's output.
 
-        Of an array [B, H, W, 3], floats in 0..1 or uint8, it is a pure function, the inverse of ``decode``: it can
-        stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+        For an array [B, H, W, 3], floats in 0..1 or uint8, this is a pure function, the inverse of ``decode``: use it
+        inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
 
         Args:
-            image: such an array, or as in a call: a PIL image, a path, an array, or a list of these.
-            height: pixels to resize to; by default the image's own.
-            width: likewise.
-            params: the parameters, if not those of the pipeline.
+            image: an array as above, or as in a call: a PIL image, a path, an array, or a list of these.
+            height: pixels to resize to; by default the image's height.
+            width: pixels to resize to; by default the image's width.
+            params: the parameters, by default those of the pipeline.
         """
         return functions.encode_image(self.model, self._own(params), image, height, width)
 
     def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
-        """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
+        """Return the network's output [B, h, w, C] float32: the ``pipe.model.networks.prediction``, such as the noise.
 
-        A pure function of its arrays: it can stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+        This is a pure function of its arrays: use it inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
 
         Args:
             latents: noisy latents [B, h, w, C], of variance 1 or less (variance-preserving).
-            timestep: one of the checkpoint's, 0..999; one for all or [B].
-            conditions: as from ``encode``.
-            params: the parameters, if not those of the pipeline.
+            timestep: a timestep of the checkpoint, 0..999; one for all or [B].
+            conditions: the output of ``encode``.
+            params: the parameters, by default those of the pipeline.
         """
         return functions.denoise(self.model, self._own(params), latents, timestep, conditions)
 
     def decode(self, latents: Array, *, params: Params | None = None) -> Array:
-        """Images [B, H, W, 3] float32 in 0..1 of latents [B, h, w, C], such as ``Result.latents``.
+        """Decode latents [B, h, w, C], such as ``Result.latents``, into images [B, H, W, 3] float32 in 0..1.
 
-        A pure function of its arrays: it can stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+        This is a pure function of its arrays: use it inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
         """
         return functions.decode(self.model, self._own(params), latents)
 
@@ -168,13 +164,13 @@ class LoadedModel:
     ) -> Path:
         """Write the model in the diffusers layout, which PyTorch diffusers loads.
 
-        Where several processes run, the first one writes and all wait for it.
+        If several processes run, the first one writes and all wait for it.
 
         Args:
-            folder: where to write; one that is not empty only with ``overwrite``, which replaces files.
+            folder: the folder to write to, empty unless ``overwrite`` is set.
             params: the parameters, if the pipeline does not hold them.
-            dtype: of the written arrays; their own by default.
-            overwrite: see ``folder``.
+            dtype: dtype of the written arrays; by default unchanged.
+            overwrite: replace files of a folder that is not empty.
         """
         folder = named_path("folder", folder)
         check_flag("overwrite", overwrite)
@@ -197,13 +193,13 @@ class LoadedModel:
     save_pretrained = save
 
     def place(self, params: Params) -> Params:
-        """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
+        """Put parameters on the devices of this pipeline; arrays that are there already are not copied.
 
         Args:
             params: arrays of any kind, on the host or on devices; nested dicts as ``from_pretrained`` returns them.
 
         Raises:
-            InputError: they do not fit the model.
+            InputError: the parameters do not fit the model.
         """
         if not isinstance(params, Mapping):
             raise InputError("params", "are not parameters, as canvax.Pipeline.params holds them", value=params)
@@ -221,15 +217,15 @@ class LoadedModel:
         guidance: bool | None = None,
         references: int | Sequence[tuple[int, int]] = 0,
     ) -> Memory:
-        """What each device needs to generate ``batch`` images at once, as the compiler says.
+        """Return the memory that each device needs to generate ``batch`` images at once, as the compiler reports it.
 
-        The programs are made for it, as by ``compile``, and are ready then; nothing runs.
+        The programs are compiled for this, as by ``compile``, and are ready then; none is run.
 
         Args:
-            height: pixels; by default the size the model was trained for.
-            width: likewise.
+            height: pixels; by default the size that the model was trained for.
+            width: pixels, as ``height``.
             batch: images of one call.
-            guidance: whether the images are guided; by default as in a call that names no guidance scale.
+            guidance: True for images with guidance; by default as in a call without a guidance scale.
             references: reference images of the call, as for ``compile``.
         """
         params, mesh = self.params, self.programs.mesh
@@ -250,7 +246,7 @@ class LoadedModel:
 
     @property
     def offloads(self) -> bool:
-        """Whether weights wait in the host's memory, and are on the devices only while their network runs."""
+        """True if weights are in the host's memory, and on the devices only while their network runs."""
         return self.params is not None and waits(self.params[self.model.networks.denoiser.component])
 
     def compile(
@@ -269,29 +265,30 @@ class LoadedModel:
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
-        """Make the three programs of a size and batch ready, without running them.
+        """Load or compile the three programs of a size and batch, without running them.
 
-        They come from the cache if they are there, and are compiled and stored there if not.
+        Programs are loaded from the cache if it has them; others are compiled and stored there.
 
         Args:
-            height: pixels; by default the size the model was trained for.
-            width: likewise.
+            height: pixels; by default the size that the model was trained for.
+            width: pixels, as ``height``.
             batch: number of images, rounded up to the number of devices.
-            guidance: whether the images are guided, which is another program; by default as in a call that names no
+            guidance: True for images with guidance, which is another program; by default as in a call without a
                 guidance scale.
             reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
-            image: for calls with an image, second passes and ``upscale`` too: the image encoder.
+            image: for calls with an image, and for second passes and ``upscale``: the image encoder.
             mask: for calls with a mask: the denoiser that keeps parts of an image.
             control: for calls with control images for all networks that read one.
             image_prompt: for calls with an image prompt, without a mask, for each IP-Adapter.
-            references: for calls with reference images: how many, each of the image's size, or the height and width of
-                each. Other sizes of as many tokens in all, rounded up to 1024, need another image encoder alone.
-            progress: show what is done on stderr.
+            references: for calls with reference images: their number, each of the image's size, or the height and
+                width of each. Other sizes with the same number of tokens in all, rounded up to 1024, only need another
+                image encoder.
+            progress: show progress on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
 
         Returns:
-            What was loaded or compiled, and what that took; nothing for what this pipeline had ready.
+            The programs that were loaded or compiled now, with their times.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -328,7 +325,7 @@ class LoadedModel:
     def _references(
         self, references: int | Sequence[tuple[int, int]], height: int | None, width: int | None
     ) -> tuple[tuple[int, int], ...]:
-        """The sizes in which reference images are read."""
+        """Return the sizes in which reference images are read."""
         from canvax.pipelines.references import check_editing, reference_sizes
 
         check_editing(self.model.networks, self.model.name)
@@ -345,7 +342,7 @@ class LoadedModel:
         *adds: Any,
         image: bool = False,
     ) -> Ready:
-        """The programs of a size in pixels and a batch."""
+        """Return the programs of a size in pixels and a batch."""
         model, networks = self.model, self.model.networks
         (tall, wide), factor = model.native_size, networks.size_step
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
@@ -374,9 +371,9 @@ class LoadedModel:
         return params
 
     def _params(self, params: Params | None, *, described: bool = False) -> Params:
-        """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them.
+        """Check parameters and put them on the devices; the pipeline keeps edited parameters there.
 
-        ``described``: shapes, dtypes and shardings are enough.
+        With ``described``, shapes, dtypes and shardings are enough.
         """
         is_own = params is None or params is self.params
         params = self._own(params)
@@ -384,7 +381,7 @@ class LoadedModel:
             raise InputError(
                 "params", "is not a dict of arrays", cure="pass those that from_pretrained returned", value=params
             )
-        # Looking at each of the thousands of arrays of a model takes 10 ms; at whether they are those of last time, 1.
+        # Checking thousands of arrays takes 10 ms. Comparing them with those of the last call takes 1 ms.
         leaves, structure = jax.tree.flatten(params)
         for last, refs in self._fitting:
             same = last == structure and all(ref() is leaf for ref, leaf in zip(refs, leaves, strict=True))
@@ -420,12 +417,11 @@ def open_model(
     overrides: Overrides | None = None,
     **source: Any,
 ) -> tuple[Model, Programs, Params]:
-    """Everything of a model; see ``canvax.load`` for the arguments.
+    """Open a model: its configs, programs and parameters. See ``canvax.load`` for most arguments.
 
-    Without ``weights`` none are fetched, and the parameters are shapes, dtypes and shardings, enough to compile for.
-    ``weights`` can be the names of components: the parameters of the others are their shapes.
-    ``accept`` refuses models that the caller has no use for, by their ``model_index.json``; ``check`` by all of their
-    configs, before weights are fetched. ``overrides`` are parts that the caller gives.
+    With ``weights=False`` the parameters are shapes, dtypes and shardings, enough to compile. ``weights`` can also be
+    the names of the components to load. ``accept`` and ``check`` refuse models that the caller cannot use, by their
+    ``model_index.json`` or all their configs, before weights are fetched. ``overrides`` are parts from other files.
     """
     if dtype is not None:
         dtype = parse_dtype(dtype, quantizes=True)
@@ -474,11 +470,13 @@ def open_model(
 
 
 def _chosen(model: Model, weights: bool | Collection[str]) -> list[Component]:
-    """The components whose weights are loaded."""
+    """Return the components whose weights are loaded."""
     return [part for part in model.components if isinstance(weights, bool) or part.name in weights]
 
 
 def weight_bytes(parts: Sequence[Component], dtype: DType, sizes: Mapping[str, int], *, at_once: bool = True) -> int:
-    """Bytes of the weights on each device of a mesh with axes of these sizes; exact. Of all components, or if they are
-    not there ``at_once``, of the largest one."""
+    """Return the exact bytes of the weights on each device of a mesh with axes of these sizes.
+
+    With ``at_once=False``, these are the bytes of the largest component, since only one is on the devices.
+    """
     return (sum if at_once else max)(device_bytes(part.spec, dtype, sizes) for part in parts)

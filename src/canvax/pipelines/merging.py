@@ -23,11 +23,11 @@ from canvax.weights.lora import Key
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to one parameter; nothing if it is empty.
+    """The change of one parameter, possibly empty.
 
     Attributes:
-        parts: of adapters, each with its weight.
-        rows: of an embedding table, that are set to these vectors.
+        parts: adapters, each with its weight.
+        rows: vectors of rows of an embedding table.
     """
 
     parts: Sequence[tuple[Part, float]] = ()
@@ -38,9 +38,9 @@ class _Kept(NamedTuple):
     """A parameter without adapters.
 
     Attributes:
-        weight: on the host, in its dtype.
-        scale: of a weight of 8 bits, by its dotted name; empty for others.
-        ours: what stands in its place now; another array there is the user's.
+        weight: the weight on the host, in its dtype.
+        scale: scales of an 8-bit weight, by dotted name; empty for others.
+        ours: the array that replaces it now; any other array there is the user's.
     """
 
     weight: HostArray
@@ -49,10 +49,10 @@ class _Kept(NamedTuple):
 
 
 class Merging:
-    """Which parameters of a pipeline adapters have changed, and what these were before."""
+    """The parameters of a pipeline that adapters have changed, with their original weights."""
 
     def __init__(self, specs: Mapping[str, Spec], mesh: Mesh) -> None:
-        """``specs`` of all components, quantised as the parameters are."""
+        """Begin without changes. ``specs`` are those of all components, quantised as the parameters are."""
         self._mesh = mesh
         self._declared: dict[Key, Param] = {
             (component, name): param for component, spec in specs.items() for name, param in flatten(spec)
@@ -60,13 +60,13 @@ class Merging:
         self._kept: dict[Key, _Kept] = {}
 
     def handed_to(self, other: Merging) -> None:
-        """Have ``other`` know the same, for a pipeline with the same parameters."""
+        """Copy the kept weights into ``other``, for a pipeline with the same parameters."""
         other._kept = dict(self._kept)
 
     def apply(self, params: Params, changes: Mapping[Key, Change]) -> Params:
-        """Parameters with these changes, made from what they were without adapters.
+        """Return parameters with these changes, made from the weights without adapters.
 
-        ``params`` stay as they are, for calls that read them in other threads: dicts are copied, other arrays are not.
+        ``params`` are not changed, for calls that read them in other threads: dicts are copied, other arrays are not.
 
         Raises:
             CanvaxError: a weight overflows its dtype.
@@ -88,13 +88,13 @@ class Merging:
         return with_arrays(params, arrays_by_key)
 
     def without(self, params: Params, component: str) -> Params:
-        """The parameters of a component as they are without adapters."""
+        """Return the parameters of a component without adapters."""
         kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
         originals = {key: self._whole(key, array) for key, array in kept.items() if array is self._kept[key]}
         return with_arrays(params, originals)[component]
 
     def _base(self, params: Params, key: Key) -> _Kept:
-        """A parameter without adapters: what is kept, or what is there now if it is not ours."""
+        """Return a parameter without adapters: the kept one, or the current one if it is not ours."""
         component, name = key
         *parents, last = name.split(".")
         layer = node_at(params[component], parents)
@@ -112,7 +112,7 @@ class Merging:
         return _Kept(np.asarray(now), kept, now)
 
     def _merged(self, key: Key, kept: _Kept, change_: Change) -> dict[str, Array]:
-        """The arrays of a parameter with adapters, by name; of 8 bits, rounded to them once more."""
+        """Return the arrays of a parameter with adapters, by name; 8-bit weights are rounded once more."""
         param, name = self._declared[key], key[1]
         base = kept.weight.reshape(param.shape).astype(np.float32, copy=False)
         for scale in kept.scale.values():
@@ -140,7 +140,7 @@ class Merging:
         return self._placed(key[0], {key[1]: kept.weight, **kept.scale}, kept.ours)
 
     def _placed(self, component: str, arrays: Mapping[str, HostArray], like: Array) -> dict[str, Array]:
-        """The arrays where the parameter is that they replace."""
+        """Put arrays where the parameter is that they replace."""
         kind = like.sharding.memory_kind
         return {name: place(self._declared[component, name], array, self._mesh, kind) for name, array in arrays.items()}
 
@@ -157,12 +157,12 @@ def with_arrays(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]
 
 
 def _copied(node: Any) -> Any:
-    """Nested dicts anew, with the same arrays."""
+    """Copy nested dicts, but not their arrays."""
     return {name: _copied(inner) for name, inner in node.items()} if isinstance(node, Mapping) else node
 
 
 def node_at(node: Any, steps: Sequence[str]) -> Any:
-    """Return what is in nested dicts behind these names."""
+    """Return the node of nested dicts at the end of this path."""
     for step in steps:
         node = node[step]
     return node

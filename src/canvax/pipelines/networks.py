@@ -1,4 +1,4 @@
-"""A pipeline with ControlNets or IP-Adapters: files are checked before weights are fetched, then loaded."""
+"""Add ControlNets or IP-Adapters to a pipeline: check their files before weights are fetched, then load them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from canvax.weights.load import Component, check_finite, load_components
 from canvax.weights.location import Location, check_source
 
 MOST = 8
-"""Networks of one pipeline: a call evaluates each of them in each step."""
+"""The most networks of a pipeline: a call evaluates each of them in each step."""
 
 
 class HubSource(TypedDict, total=False):
-    """Where a network comes from, and how."""
+    """The source of a network on the Hub."""
 
     token: str | bool | None
     """Hub token; by default HF_TOKEN or the stored login."""
     cache_dir: str | Path | None
-    """Where the Hub's files are kept."""
+    """Folder for the Hub's files."""
     local_files_only: bool
     """Never ask the Hub."""
     progress: bool
@@ -56,25 +56,25 @@ class ControlSource(HubSource, total=False):
     """The keywords of ``with_controlnet``."""
 
     variant: str | None
-    """Which of several sets of weights, for example "fp16"."""
+    """Name of a set of weights, for example "fp16"."""
 
 
 class IPAdapterSource(HubSource, total=False):
     """The keywords of ``with_ip_adapter``."""
 
     weight_name: str | None
-    """Which file of a folder or repository."""
+    """Name of the file in a folder or repository."""
     revision: str | None
     """Branch, tag or commit of a Hub id."""
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A network whose files are there and fit the model; no weights are read.
+    """A network whose files exist and fit the model; no weights are read.
 
     Attributes:
-        files: where they are.
-        net: what it is.
+        files: its files.
+        net: its config.
     """
 
     files: ControlFiles
@@ -82,10 +82,10 @@ class Opened:
 
 
 def control_sources(controlnet: Any, **source: Any) -> list[Location]:
-    """What ``controlnet=`` names, a name or a list of them.
+    """Return the sources that ``controlnet=`` names, a name or a list of these.
 
     Raises:
-        InputError: it is something else.
+        InputError: the value is something else.
     """
     names = [controlnet] if isinstance(controlnet, str | os.PathLike) else controlnet
     if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
@@ -101,7 +101,7 @@ def control_sources(controlnet: Any, **source: Any) -> list[Location]:
 
 
 def open_controls(model: Model, sources: Sequence[Location]) -> list[Opened]:
-    """The networks, found and held against the model.
+    """Find the files of the networks and check that they fit the model.
 
     Raises:
         CheckpointError: one is missing, damaged, or made for another kind of model.
@@ -127,11 +127,11 @@ def with_controls(
     weights: bool = True,
     trained: Callable[[str], Params] | None = None,
 ) -> tuple[Model, Programs, Params]:
-    """A model with these networks in place of those that it has; compiled programs and weights are shared.
+    """Return a model with these networks instead of its present ones; compiled programs and weights are shared.
 
-    ``params`` None is a caller's who keeps them, and who loads no networks so. Without ``weights`` the parameters of
-    the networks are shapes, dtypes and shardings. ``trained`` gives the parameters of a component without adapters,
-    which networks that add to the UNet's weights begin from; by default those of ``params``.
+    ``params`` None is refused: the caller keeps the parameters. Without ``weights`` the parameters of the networks are
+    shapes, dtypes and shardings. ``trained`` returns the parameters of a component without adapters, to which a
+    control-LoRA adds its own; by default those of ``params``.
 
     Raises:
         CheckpointError: weights cannot be used.
@@ -176,7 +176,7 @@ def with_controls(
 
 
 def whole_of(loaded: Params, unet: Params, files: ControlFiles, model: Model) -> Params:
-    """Weights of a network whose file has a part of them as what is to be added to the UNet's."""
+    """Return the weights of a network whose file has some of them as differences from the UNet's."""
     if model.quantize is not None:
         raise InputError(
             f"{files}: holds differences to the weights of the UNet, which are quantised to {model.quantize}; load the "
@@ -191,7 +191,7 @@ def whole_of(loaded: Params, unet: Params, files: ControlFiles, model: Model) ->
 
 
 def _sum(one: Array, other: Array, like: Array) -> Array:
-    """The sum of two weights, in the dtype of ``like`` and where that is."""
+    """Add two weights, in the dtype and on the devices of ``like``."""
     both = on_devices(one).astype(jnp.float32) + on_devices(other).astype(jnp.float32)
     return jax.device_put(both.astype(like.dtype), like.sharding)
 
@@ -200,7 +200,7 @@ EncoderName = str | Path | bool | None
 
 
 def usual_kinds(networks: Networks, *, masked: bool = False) -> tuple[PromptKind, ...]:
-    """What decides the programs of one image prompt for each adapter; none where no images are seen."""
+    """Return what decides the programs of one image prompt for each adapter; empty without an image encoder."""
     if (encoder := networks.image_encoder) is None:
         return ()
     reads = {name: (net.reads,) if net.kind == "plain" else (encoder.cfg.tokens, net.reads)
@@ -209,10 +209,10 @@ def usual_kinds(networks: Networks, *, masked: bool = False) -> tuple[PromptKind
 
 
 def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> list[Location]:
-    """What ``ip_adapter=`` names, a name or a list of them.
+    """Return the sources that ``ip_adapter=`` names, a name or a list of these.
 
     Raises:
-        InputError: it is something else, or ``image_encoder`` is.
+        InputError: the value is something else, or ``image_encoder`` is.
     """
     names = [ip_adapter] if isinstance(ip_adapter, str | os.PathLike) else ip_adapter
     if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
@@ -223,7 +223,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
         raise InputError(
             "image_encoder",
             "is not a folder or a Hub id",
-            cure="nor None, for the one beside the adapter; nor False, for none",
+            cure="give None for the one next to the adapter, or False for none",
             value=image_encoder,
         )
     if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
@@ -244,12 +244,12 @@ def with_ip_adapters(
     *,
     weights: bool = True,
 ) -> tuple[Model, Programs, Params]:
-    """A model with these adapters in place of those that it has; compiled programs and weights are shared.
+    """Return a model with these adapters instead of its present ones; compiled programs and weights are shared.
 
     Without ``weights`` their parameters are shapes, dtypes and shardings.
 
     Raises:
-        InputError: no image encoder is beside the adapter.
+        InputError: there is no image encoder next to the adapter.
         CheckpointError: one is missing, damaged, or made for another kind of model.
         HubError: the Hub cannot be reached, refuses, or does not have it.
         OutOfMemoryError: they do not fit into the devices.
@@ -284,7 +284,7 @@ def with_ip_adapters(
 
 
 def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[str], *, same: bool) -> Params:
-    """The parameters with those of the adapters; the image encoder stays if it is the ``same``."""
+    """Return the parameters with those of the adapters; the image encoder is kept if it is the ``same``."""
     mesh = programs.mesh
     new = [*names, *([IMAGE_ENCODER] if model.image_encoder and not same else [])]
     parts = [part for part in model.components if part.name in new]
@@ -307,20 +307,20 @@ def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[st
 
 
 LISTED = 4
-"""Faults that are spelled out."""
+"""The most faults that an error lists."""
 
 
 def control_lora(
     part: Component, files: ControlFiles, unet: Params, model: Model, placed: Callable[[Param, HostArray], Array]
 ) -> Params:
-    """All parameters of the network.
+    """Return all parameters of a control-LoRA's network.
 
     Args:
-        part: of the network.
-        files: where its own arrays are.
-        unet: parameters of the UNet, which stay as they are.
-        model: that of the UNet.
-        placed: puts an array of its own on the devices.
+        part: component of the network.
+        files: files with its arrays.
+        unet: parameters of the UNet, which are not changed.
+        model: model of the UNet.
+        placed: puts one of its arrays on the devices.
 
     Raises:
         CheckpointError: an array is missing, strange or of another shape.
@@ -350,7 +350,7 @@ def control_lora(
 
 
 def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str, Array], stored: set[str]) -> None:
-    """Refuse what does not make a whole network with this UNet."""
+    """Refuse files that do not make a whole network with this UNet."""
     faults = [f"{name}: nothing has such a weight" for name in files.pairs if name not in declared]
     for name, param in declared.items():
         if name in stored:
@@ -360,14 +360,14 @@ def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str
         elif base[name].shape != param.shape:
             faults.append(f"{name}: {param.shape}, in the UNet {base[name].shape}")
         elif name in files.pairs and files.shapes[name] not in param.checkpoint_shapes:
-            faults.append(f"{name}: factors of {files.shapes[name]} in place of {param.checkpoint_shapes[0]}")
+            faults.append(f"{name}: factors of {files.shapes[name]} instead of {param.checkpoint_shapes[0]}")
     if faults:
         rest = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
         raise CheckpointError(f"{files}: is no whole control-LoRA for this model: {'; '.join(faults[:LISTED])}{rest}")
 
 
 def _delta(name: str, param: Param, files: ControlFiles) -> HostArray:
-    """up times down as the parameter lies in memory, float32."""
+    """Return up times down in the parameter's layout, float32."""
     up, down = (entry.read().astype(np.float32) for entry in files.pairs[name])
     product = up.reshape(up.shape[0], -1) @ down.reshape(down.shape[0], -1)
     return np.ascontiguousarray(param.from_checkpoint(product.reshape(up.shape[0], *down.shape[1:])))

@@ -1,4 +1,4 @@
-"""``canvax.Options``: the settings of an image that are seldom changed, checked; and what a callback gets."""
+"""``canvax.Options``: the settings of an image that are seldom changed; and the record that callbacks get."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from canvax.settings import check_all, declared, is_number, listed, markdown, pl
 
 @dataclass(frozen=True)
 class Step:
-    """What a callback gets after each evaluation of the network.
+    """The state of a run after an evaluation of the network, for callbacks.
 
     Attributes:
         index: the evaluation just done, from 0.
-        total: how many there are.
-        timestep: the timestep of it, of the checkpoint's 0..999.
+        total: number of evaluations.
+        timestep: its timestep, of the checkpoint's 0..999.
         latents: the noisy latents after it [B, h, w, C] float32.
         denoised: the image the network sees in them [B, h, w, C] float32, for previews.
-        scale: ``latents / scale`` are those that diffusers' scheduler holds then: of Euler, Heun, LMS, DPM2 and DPM++
-            SDE they have the image at full strength, and ``scale`` is its weight in ``latents``; else it is 1.
+        scale: ``latents / scale`` are the latents in diffusers' scheduler. With Euler, Heun, LMS, DPM2 and DPM++ SDE
+            they have the image at full strength, and ``scale`` is its weight in ``latents``; else it is 1.
     """
 
     index: int
@@ -38,8 +38,8 @@ class Step:
 
 
 Callback = Callable[[Step], Any]
-"""Called after each evaluation. It may return None to go on, False to cancel the image
-(``canvax.errors.Cancelled``), or latents [B, h, w, C] to go on from in place of ``Step.latents``."""
+"""A function that is called after each evaluation. It may return None to continue, False to cancel the image
+(``canvax.errors.Cancelled``), or latents [B, h, w, C] to continue from instead of ``Step.latents``."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Options(OptionRecord):
 
     @property
     def guidance_numbers(self) -> dict[str, Any]:
-        """The numbers of the rule of guidance by name that need not be the usual ones."""
+        """Numbers for the rule of guidance, by name."""
         pag = {"pag_scale": self.pag_scale, "pag_adaptive_scale": self.pag_adaptive_scale}
         return pag | _by_name(self.guidance_settings)
 
@@ -72,7 +72,7 @@ class Options(OptionRecord):
 
     @property
     def listed_steps(self) -> int | None:
-        """How many steps levels, timesteps or guidance of the user's own make; None without any."""
+        """Number of steps in the user's list of levels, timesteps or guidance scales; None without a list."""
         if isinstance(timesteps := self.settings.get("timesteps"), list):
             return len(timesteps)
         if isinstance(self.sigmas, tuple):
@@ -80,11 +80,11 @@ class Options(OptionRecord):
         return len(self.guidance_steps) if self.guidance_steps else None
 
     def changed_names(self) -> set[str]:
-        """Names of the options that differ from their defaults."""
+        """Return the names of the options that differ from their defaults."""
         return {name for name, field in declared(type(self)).items() if getattr(self, name) != field.default}
 
     def changed(self) -> dict[str, Any]:
-        """The options that differ from their defaults and decide the image, which metadata keeps."""
+        """Return the options that metadata keeps: they decide the image and differ from their defaults."""
         decisive = self.changed_names() - {"progress", "callback"}
         changed = {name: getattr(self, name) for name in declared(type(self)) if name in decisive}
         if not isinstance(rule := changed.get("guidance_method", ""), str):
@@ -93,7 +93,7 @@ class Options(OptionRecord):
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, as metadata has it."""
+    """Return the name of a function as metadata writes it."""
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
@@ -167,22 +167,16 @@ def _check_callback(options: Options) -> None:
 
 
 _RULES = (_check_curve, _check_guidance, _check_control, _check_window, _check_hires_sampler, _check_callback)
-"""What several options say together, and what only samplers and guidance know."""
+"""Checks of several options together, and of values that only samplers and guidance know."""
 
 Options.__doc__ = f"{Options.__doc__}\n{markdown(Options)}"
 
 
-def check_step_end(callback: Any) -> None:
-    """Refuse what cannot be called as a callback of diffusers is, before anything runs."""
-    if callback is not None:
-        check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
-
-
 def check_options(options: Any) -> Options:
-    """``options`` or, for None, all defaults.
+    """Return ``options`` or, for None, all defaults.
 
     Raises:
-        InputError: they are something else.
+        InputError: the value is something else.
     """
     if options is None or isinstance(options, Options):
         return options or Options()

@@ -1,4 +1,4 @@
-"""The front door, a model by name; and the pipeline, which holds a model, its programs and its weights."""
+"""``canvax.load``, which opens a model by name; and the pipeline, which holds a model, its programs and its weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of
 from canvax.params import Params
+from canvax.pipelines import functions
 from canvax.pipelines.checks import check_precision
 from canvax.pipelines.generate import metadata as metadata_of
 from canvax.pipelines.generate import text_to_image, two_passes
-from canvax.pipelines.hints import give_hints
+from canvax.pipelines.hints import hints
 from canvax.pipelines.loaded import LoadedModel, open_model
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.request import Call, Request, make_request
@@ -52,6 +53,7 @@ from canvax.pipelines.translate import (
 )
 from canvax.pipelines.upscale import upscaled
 from canvax.quantize import compute_dtype
+from canvax.rollouts import Start
 from canvax.samplers import SamplerSpec, SamplerTable, Scheduler, Solver, from_scheduler_config
 from canvax.settings import check_setting, declared
 from canvax.types import Array, DType
@@ -68,11 +70,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Pipeline(LoadedModel):
-    """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
+    """A pipeline from text to images, made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
         model, programs, params: see ``LoadedModel``.
-        safety_checker: looks at the images of each call, if ``canvax.load`` was asked for it.
+        safety_checker: checks the images of each call; None unless ``canvax.load`` has loaded it.
     """
 
     safety_checker: SafetyChecker | None = None
@@ -84,7 +86,7 @@ class Pipeline(LoadedModel):
     if not TYPE_CHECKING:  # or every attribute would be known to type checkers
 
         def __getattr__(self, name: str) -> Any:
-            """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
+            """Raise an error that says what replaces an attribute of diffusers' pipelines."""
             if name.startswith("_"):
                 raise AttributeError(name)
             if hasattr(type(self), name):  # a property with a fault: raise its error again
@@ -96,7 +98,7 @@ class Pipeline(LoadedModel):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Parameters may be replaced; nothing else, since programs and configs belong together."""
+        """Set ``params``; refuse other attributes, since programs and configs belong together."""
         once = ("model", "programs", "safety_checker", "_changing", "_fitting", "_made_by")
         if name != "params" and (name not in once or name in vars(self)):
             problem = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
@@ -106,7 +108,7 @@ class Pipeline(LoadedModel):
         object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, a pipeline is how to load it again: for the processes of a pool, each of which has devices.
+        """Pickle the calls that load the pipeline again, for the processes of a pool, each with its devices.
 
         Tokens of the Hub are left out: the new process has HF_TOKEN or the stored login.
         """
@@ -124,7 +126,7 @@ class Pipeline(LoadedModel):
         return vars(self).setdefault("adapters", Adapters(self))  # the same in all threads that ask at once
 
     def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> Pipeline:
-        """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
+        """Return the pipeline that a method made from this one, with the adapters that are in the weights of both."""
         pipe = Pipeline(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
             vars(pipe)["adapters"] = self.adapters._handed_to(pipe)
@@ -133,16 +135,16 @@ class Pipeline(LoadedModel):
         return pipe
 
     def with_denoiser(self, denoiser: Denoiser, params: Params | None = None) -> Pipeline:
-        """This model with another network in the loop, which reads the same latents and text.
+        """Return a pipeline with another network in the loop, which reads the same latents and text.
 
-        Other weights are shared with this pipeline; adapters that are in them stay there.
+        Other weights are shared with this pipeline; adapters that are merged into them stay there.
 
         Args:
             denoiser: for example a ``canvax.extend.DenoiserWrapper`` around ``pipe.model.networks.denoiser``.
             params: its parameters; by default those of this pipeline's component of the same name.
 
         Raises:
-            InputError: the parameters are not those that it declares.
+            InputError: the parameters are not those that the network declares.
         """
         networks = replace(self.model.networks, denoiser=denoiser)
         kept = {name: tree for name, tree in self._own(None).items() if name in networks.components}
@@ -160,19 +162,19 @@ class Pipeline(LoadedModel):
         image_encoder: str | Path | bool | None = None,
         **source: Unpack[IPAdapterSource],
     ) -> Pipeline:
-        """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
+        """Return a pipeline with IP-Adapters, which read image prompts; it shares weights and programs with this one.
 
-        Its adapters come along. Later changes of adapters are those of one of the two pipelines alone.
+        Its adapters are those of this pipeline. Later changes of adapters affect one of the two pipelines only.
 
         Args:
             ip_adapter: a safetensors file, or a file on the Hub ("h94/IP-Adapter/models/ip-adapter_sd15.safetensors"),
                 or a list of these; None for none.
-            image_encoder: the folder or Hub id of CLIP's image encoder for all of them; by default the one that lies
-                beside the adapter; False for none, where calls give embeds.
+            image_encoder: the folder or Hub id of CLIP's image encoder for all of them; by default the one in the
+                adapter's repository or folder; False for none, if calls give embeds.
             source: ``weight_name``, ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``progress``.
 
         Raises:
-            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
+            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is unchanged.
         """
         from canvax.pipelines.networks import ip_adapter_sources, with_ip_adapters
 
@@ -184,17 +186,17 @@ class Pipeline(LoadedModel):
     def with_controlnet(
         self, controlnet: str | Path | Sequence[str | Path] | None, **source: Unpack[ControlSource]
     ) -> Pipeline:
-        """This model with networks that read control images, which shares its weights and programs with this pipeline.
+        """Return a pipeline with networks that read control images; it shares weights and programs with this one.
 
-        Its adapters come along. Later changes of adapters are those of one of the two pipelines alone. A network that
-        adds to the UNet's weights (a control-LoRA) adds to them as they are without adapters.
+        Its adapters are those of this pipeline. Later changes of adapters affect one of the two pipelines only. A
+        network that adds to the UNet's weights (a control-LoRA) adds to the weights without adapters.
 
         Args:
             controlnet: as in ``canvax.load``; None or an empty list for none.
             source: ``variant``, ``token``, ``cache_dir``, ``local_files_only``, ``progress``: see ``canvax.load``.
 
         Raises:
-            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
+            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is unchanged.
         """
         from canvax.pipelines.networks import control_sources, open_controls, with_controls
 
@@ -262,57 +264,58 @@ class Pipeline(LoadedModel):
         output_type: Output | None = "pil",
         **more: Any,
     ) -> Result[Any]:
-        """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
+        """Generate images. Only another size, number of images, or guidance on or off compiles a program.
 
-        Guidance that is on in a part of the run alone takes both programs.
+        Guidance that is on in a part of the run only takes both programs.
 
         Args:
-            prompt: what to show; a list gives an image of each. What ``encode`` returned does as well.
-            negative_prompt: what to keep away from; one for all, or one for each prompt; likewise.
+            prompt: the text to show, or conditions that ``encode`` returned; a list gives an image of each text.
+            negative_prompt: the text to avoid, or conditions; one for all prompts, or one for each.
             height: pixels, a multiple of 8, 16 or 32, as the model needs; by default the size that it was trained for.
-            width: likewise.
+            width: pixels, as ``height``.
             num_inference_steps: steps of the sampler; by default the model's, else 50.
             guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) switches guidance off
                 and halves the work. By default the model's, else 7.5, and 5 for SDXL.
             num_images_per_prompt: images for each prompt.
-            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one. A JAX
-                key stands for a seed, an array of keys for a list of seeds (docs/seeds.md).
-            sampler: any name from ``canvax samplers``; by default the checkpoint's own. A solver of your own, a spec
-                or a table does as well (docs/samplers.md).
-            latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
-                ``options.denoising_start``, the noisy latents to go on from.
+            seed: image i of the call uses ``seed + i``; a list gives a seed for each image; None or -1 chooses one. A
+                JAX key is read as a seed, an array of keys as a list of seeds (docs/seeds.md).
+            sampler: any name from ``canvax samplers``, a solver of your own, a spec or a table (docs/samplers.md); by
+                default the checkpoint's.
+            latents: initial noise of unit variance [B, h, w, C] float32 instead of the seed's; with
+                ``options.denoising_start``, the noisy latents to continue from.
             options: settings that are seldom changed, as a record.
-            more: options as keywords, ``clip_skip=1``; names of diffusers and A1111 are taken as well
+            more: options as keywords, ``clip_skip=1``, also under names of diffusers and A1111
                 (docs/coming-from-diffusers.md).
-            params: the parameters, if the pipeline does not hold them; if they are not on its
-                devices, ``place`` puts them there, for this call alone.
-            image: what to begin from: a PIL image, a path, an array [H, W, 3] (uint8, or floats in 0..1), or a list of
-                one for each image. Its size is what is generated unless height and width say otherwise. A model that
+            params: the parameters, if the pipeline does not hold them; ``place`` puts them on its devices for this call
+                if they are elsewhere.
+            image: the image to begin from: a PIL image, a path, an array [H, W, 3] (uint8, or floats in 0..1), or a
+                list with one for each image. The result has its size unless height and width are given. A model that
                 edits reads it, or the images of a list, unless there is a strength or a mask (docs/flux2.md).
-            mask: with an image: white is generated, black stays as it is; likewise.
-            strength: with an image: how much of the run is done, 0..1; by default 0.8, with a mask 1.
-            control: what a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list of one for
-                each. With several networks a list of such, None for one to leave out. Resized to what is generated,
-                whose size it gives if nothing else does. A ControlNet-Union takes a dict of types to images
-                (docs/controlnet.md).
-            image_prompt: what an IP-Adapter reads beside the prompt: an image, or a list of one for each image; a
+            mask: with an image: white is generated, black stays; one for all images, or a list with one for each.
+            strength: with an image: the part of the run to do, 0..1; by default 0.8, with a mask 1.
+            control: the image that a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list with
+                one for each. Several networks take a list of these, with None for a network without one. It is resized
+                to the size of the result, which it decides if there is no other. A ControlNet-Union takes a dict of
+                types to images (docs/controlnet.md).
+            image_prompt: the image that an IP-Adapter reads: an image, or a list with one for each image; a
                 ``canvax.ImagePrompt`` or a list of several for a strength, a mask, several at once
                 (docs/ip-adapter.md).
-            adapters: weights of adapters that are beside the model's, ``{"ink": 0.8}``, or a list of one such table for
-                each image, None for an image without; by default as they are set (docs/adapters.md).
+            adapters: weights of adapters beside the weights, ``{"ink": 0.8}``, or a list with a table for each image,
+                None for an image without; by default as they are set (docs/adapters.md).
             output_type: kind of ``Result.images``: "pil"; "np" for ``Result.pixels``; "jax" for the same as an array
                 on the devices, split over the mesh, which is not copied to the host; "latent" for ``Result.latents``.
 
         Returns:
-            The images; where several processes generate together, those of this process.
+            The images; if several processes generate together, those of this process.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
             Cancelled: the callback returned False.
-            OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
+            OutOfMemoryError: a device has too little memory; raised before the run if this can be foreseen.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "more")}
-        if not self._beside and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
+        merges = not self._beside and params is None
+        if merges and not isinstance(prompt, Mapping) and has_tags(prompt) and self.adapters.folder is not None:
             with self.adapters._named_in(prompt) as words:
                 everything: dict[str, Any] = {**arguments, "prompt": words}
                 return self(**everything)
@@ -328,20 +331,38 @@ class Pipeline(LoadedModel):
                 )
             as_set, attached = params is None, params is None or params is self.params
             params = self._params(params)
-            # Parameters of the caller's have no adapters, so that their images tell of none.
+            # The caller's parameters have no adapters, so the metadata of their images has none.
             model = self.model if attached else replace(self.model, merged={})
             call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
             request = replace(self._request(call, adapters, as_set=as_set), on_device=output == "jax")
         return as_output(self._generate(model, request, params, seed), output)
 
+    def start(
+        self, prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = None, **arguments: Any
+    ) -> Start:
+        """Return what the images of a call begin from, for ``canvax.rollout`` or a loop of yours.
+
+        Args:
+            prompt: as in a call.
+            negative_prompt: as in a call.
+            arguments: of a call, except images, control, adapters beside the weights and a second pass.
+
+        Raises:
+            InputError: an argument cannot be used.
+        """
+        given = arguments_of_call(self, {"prompt": prompt, "negative_prompt": negative_prompt, **arguments})
+        call = Call(**{field.name: given[field.name] for field in fields(Call) if field.name in given})
+        request = self._request(call, given.get("adapters"), as_set=True)
+        return functions.start(self.model, self._params(given.get("params")), request)
+
     @property
     def _beside(self) -> bool:
-        """Whether adapters are beside the weights."""
+        """True if adapters are beside the weights."""
         loaded = vars(self).get("adapters")  # an empty one is false
         return loaded is not None and loaded._bank is not None
 
     def _request(self, call: Call, adapters: Any, *, as_set: bool) -> Request:
-        """A call, checked, and what its images have of adapters that are beside the weights."""
+        """Check a call, and find the weights that its images give to adapters beside the weights."""
         if adapters is None and not self._beside:
             return make_request(self.model, call)
         from canvax.pipelines.shares import shares_of  # which most pipelines never need
@@ -351,15 +372,12 @@ class Pipeline(LoadedModel):
         request = make_request(self.model, replace(call, prompt=prompt))
         return replace(request, beside=shares) if shares else request
 
-    def _names_adapters(self, prompt: Any) -> bool:
-        """Whether a prompt names adapters that may be read from a folder."""
-        return has_tags(prompt) and self.adapters.folder is not None
-
     def _generate(self, model: Model, request: Request, params: Params, seed: Any) -> Result:
-        """A checked call, of the model and its parameters as they were then; ``seed`` is what was asked for."""
+        """Run a checked request with the model and parameters that it was checked for; ``seed`` is the caller's."""
         mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
         if not spread or multihost.is_main_process(mesh):
-            give_hints(model, request)
+            for hint in hints(model, request):
+                warn(hint)
         if spread:
             request = replace(request, seeds=multihost.broadcast_seeds(request.seeds, seed, *request.fingerprint()))
         cure = partial(
@@ -393,16 +411,16 @@ class Pipeline(LoadedModel):
     def again(self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Any) -> Result[Any]:
         """Generate an image again from its metadata, with changes: ``pipe.again("apple.png", num_inference_steps=50)``.
 
-        Adapters have the weights that they had, in this call alone. The images that it was made from are not in the
-        metadata; give the same again. Warnings name what is not repeated, and images that are not the same.
+        Adapters have their recorded weights in this call. Source images are not in the metadata: pass the same again.
+        Warnings name settings that are not repeated, and images that are not the same.
 
         Args:
             image: an image file of canvax, A1111, Forge or ComfyUI; an image of PIL; or metadata as in
                 ``Result.metadata``.
-            changes: arguments of a call; of ``upscale`` for an image that it made.
+            changes: arguments of a call; for an image made by ``upscale``, arguments of ``upscale``.
 
         Raises:
-            InputError: an image or an adapter is missing, or as a call.
+            InputError: an image or an adapter is missing, or as for a call.
         """
         from canvax.pipelines import again as past  # which most pipelines never need
 
@@ -425,7 +443,7 @@ class Pipeline(LoadedModel):
             return self.upscale(**arguments) if enlarges else self(**arguments)
 
     def _record(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the metadata of the first image of a call will be."""
+        """Return the metadata that the first image of a call will have."""
         call = Call(**{field.name: arguments[field.name] for field in fields(Call) if field.name in arguments})
         return metadata_of(self.model, self._request(call, arguments.get("adapters"), as_set=True))[0]
 
@@ -449,28 +467,28 @@ class Pipeline(LoadedModel):
         control: bool = False,
         **more: Unpack[ForeignFields],
     ) -> Result:
-        """An image made larger, with details that the model adds: enlarged, then image to image tile by tile.
+        """Enlarge an image and add details with the model: resize it, then run image to image tile by tile.
 
-        All tiles have the size the model was trained for, so that nothing compiles for another image or scale.
+        All tiles have the size that the model was trained for, so another image or scale does not compile.
 
         Args:
             image: a PIL image, a path or an array, of any size.
-            prompt: what it shows; what fits every part of it does best.
-            negative_prompt: what to keep away from.
-            scale: how many times larger, 1..16.
-            strength: 0..1, how much the model may change; by default 0.3, or less if the model brings less. A sampler
-                that is a table says by itself where it begins.
-            overlap: pixels that neighbouring tiles share at least; by default three eighths of a tile.
+            prompt: a text that fits every part of the image.
+            negative_prompt: the text to avoid.
+            scale: factor of width and height, 1..16.
+            strength: how much the model may change, 0..1; by default 0.3 or the model's, if that is less. A sampler
+                that is a table begins at its first row instead.
+            overlap: the fewest pixels that neighbouring tiles share; by default three eighths of a tile.
             batch: tiles at once.
-            num_inference_steps: as in a call, and so are all below.
-            guidance_scale: see there.
-            seed: see there.
-            sampler: see there.
-            options: see there.
-            more: see there.
-            params: see there.
-            control: whether each tile, enlarged, is also the control image of this pipeline's networks, such as a tile
-                ControlNet; of a ControlNet-Union as its type "tile".
+            num_inference_steps: as in a call.
+            guidance_scale: as in a call.
+            seed: as in a call.
+            sampler: as in a call.
+            options: as in a call.
+            more: as in a call.
+            params: as in a call.
+            control: use each enlarged tile also as the control image of this pipeline's networks, such as a tile
+                ControlNet; a ControlNet-Union reads it as its type "tile".
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -500,9 +518,9 @@ def pipeline_of(
         params: parameters of each component; ``networks.specs()`` declares their shapes.
         scheduler: the noise that the denoiser was trained with: a ``canvax.extend.Scheduler``, the fields of a
             ``scheduler_config.json``, or the name of a class of diffusers such as "FlowMatchEulerDiscreteScheduler".
-        family: defaults and what else models of this kind have in common.
-        tokenizers: of each text encoder that needs one, by component.
-        name: what messages and the metadata of images call the model.
+        family: defaults and other facts about models of this kind.
+        tokenizers: tokenizer of each text encoder that needs one, by component.
+        name: name of the model in messages and in the metadata of images.
         mesh: as in ``canvax.load``.
         precision: as in ``canvax.load``.
 
@@ -536,7 +554,7 @@ MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> Pipeline:
-    """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
+    """Load a pickled pipeline in its new process, on the same mesh if there are as many devices."""
     devices, count, calls = jax.devices(), math.prod(mesh.values()), dict(made_by)
     arguments, keywords = calls.pop("load")
     pipe = load(*arguments, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
@@ -572,7 +590,7 @@ def load(
     offload: bool = False,
     **more: Unpack[LoadFields],
 ) -> Pipeline:
-    """Load a model, ready to draw.
+    """Load a model.
 
     Args:
         model: "emoji" (in the package), a folder in the diffusers layout, a safetensors or GGUF file, or a Hub id
@@ -581,11 +599,11 @@ def load(
             the CPU.
         quantize: "int8" or "float8": keep the large weights of text encoders and denoiser in 8 bits, which saves memory
             and costs some precision; "int8-w8a8" or "float8-w8a8": multiply in 8 bits as well (docs/less-work.md); None
-            to leave them as they are.
+            for neither.
         revision: branch, tag or commit of a Hub id.
-        variant: which of several sets of weights, for example "fp16".
+        variant: name of a set of weights, for example "fp16".
         token: Hub token; by default HF_TOKEN or the stored login.
-        cache_dir: where the Hub's files are kept.
+        cache_dir: folder for the Hub's files.
         local_files_only: never ask the Hub.
         mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them, or a text such as
             "data=4,model=2"; by default all devices on ``data``, those of all processes that ``jax.distributed`` has
@@ -596,19 +614,19 @@ def load(
         progress: show downloads on stderr.
         controlnet: a ControlNet or T2I-Adapter, or a list of them: a folder of diffusers, a Hub id, or a safetensors
             file, for calls with ``control`` (docs/controlnet.md).
-        vae: an autoencoder in place of the model's: a folder of diffusers, a Hub id, or a safetensors file; TAESD too
+        vae: an autoencoder instead of the model's: a folder of diffusers, a Hub id, or a safetensors file; TAESD too
             (docs/single-files.md).
-        prediction_type: what the UNet predicts, "epsilon" or "v_prediction", where the model does not say or is wrong.
-        scheduler: fields of its ``scheduler_config.json`` in place of its own, such as
-            ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or such a file.
-        text_encoder: a language model in place of the model's, or that of a transformer in one file: a folder of
+        prediction_type: the UNet's prediction, "epsilon" or "v_prediction", if the model's config lacks it or is wrong.
+        scheduler: fields that replace those of its ``scheduler_config.json``, such as
+            ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or a file with these.
+        text_encoder: a language model instead of the model's, or that of a transformer in one file: a folder of
             transformers, a Hub id, or a safetensors or GGUF file (docs/single-files.md).
         text_encoder_2: T5 as the second text encoder of FLUX.1, as ``text_encoder``, which then is CLIP.
         tokenizer: its tokenizer: a folder with ``tokenizer.json``, or a Hub id; by default the model's, or the
-            one that lies beside ``text_encoder``.
+            one in the folder of ``text_encoder``.
         offload: keep weights in the host's memory, and on the devices only those of the network that runs: text
-            encoders, then the denoiser, then the autoencoder. For GPUs and TPUs that hold each and not all
-            (docs/less-work.md).
+            encoders, then the denoiser, then the autoencoder. This is for GPUs and TPUs that hold each network, but not
+            all of them (docs/less-work.md).
         more: names of diffusers, such as ``torch_dtype`` (docs/coming-from-diffusers.md).
 
     Raises:

@@ -1,4 +1,4 @@
-"""From a checked request to a batch that can be denoised: encoded texts and images, initial noise, masks."""
+"""Make a batch that can be denoised from a checked request: encoded texts and images, initial noise, masks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from canvax.types import HostArray
 
 
 class Prepared(NamedTuple):
-    """What a run goes on from.
+    """The initial state of a run.
 
     Attributes:
-        state: of its images.
-        keep: changes the latents before a row; None for nothing.
+        state: the state of its images.
+        keep: a function that changes the latents before a row, or None.
     """
 
     state: Begun
@@ -56,10 +56,10 @@ def prepare(
     deep: DeepPlan | None = None,
     tables: Sequence[SamplerTable] | None = None,
 ) -> Prepared:
-    """The state of all images of a request; ``ready`` are the programs for as many.
+    """Prepare the state of all images of a request; ``ready`` are the programs for this batch.
 
-    ``tables`` give each image its own in place of ``table``, where nothing else of the request depends on it. Programs
-    may know networks and masks that the request has nothing for.
+    ``tables`` replace ``table`` for each image, if nothing else in the request depends on it. Programs may have
+    networks and masks that the request does not use.
     """
     mesh = programs.mesh
     latents = (padded_batch(len(request.prompts), mesh), *request.shape[1:])
@@ -124,7 +124,7 @@ def prepare(
 
 
 def _complete(half: dict[str, Any], ready: Ready) -> None:
-    """Add nothing, of strength 0, for networks of the programs that conditions lack."""
+    """Add conditions of strength 0 for networks of the programs that the request does not use."""
     shapes: dict[str, Any] = {**flight_of(ready).prompts[0]}
     adapters = shapes.pop(IMAGE_PROMPTS, {})
     for name in shapes.keys() - half.keys():
@@ -142,8 +142,9 @@ def _zeros(shape: Any) -> HostArray:
 
 
 def columns_of(model: Model, request: Request, rows: int, controls: Sequence[str]) -> list[dict[str, HostArray]]:
-    """What the denoiser and its guidance read of each row beside the table, [rows, ...] for each image; ``controls``:
-    the networks of control images that its programs know."""
+    """Return the columns [rows, ...] that the denoiser and its guidance read in addition to each image's table.
+
+    ``controls`` are the networks of control images in its programs."""
     options = request.options
     shared: dict[str, HostArray] = {}
     if request.control is not None:
@@ -153,9 +154,9 @@ def columns_of(model: Model, request: Request, rows: int, controls: Sequence[str
 
 
 def noise_of(model: Model, request: Request) -> HostArray:
-    """Initial noise of each image [n, h, w, C] float32, of its seed and, in part, of its variation seed.
+    """Return the initial noise [n, h, w, C] float32 of each image's seed, mixed with that of its variation seed.
 
-    A generator of PyTorch has given the sample of the image before, where one is encoded first.
+    PyTorch's generator skips the sample of the encoded image, if the image is encoded first.
     """
     options, shape = request.options, request.shape[1:]
     draw = int(samples(model, request) and _encodes_first(model, request))
@@ -175,12 +176,12 @@ def noise_of(model: Model, request: Request) -> HostArray:
 
 
 def keeps(model: Model, request: Request) -> bool:
-    """Whether parts of the given images stay; an inpainting network sees to that by itself."""
+    """Return True if the loop must keep parts of the images; an inpainting network needs no help."""
     return bool(request.init_images and request.init_images.masks) and not model.networks.inpaints
 
 
 def samples(model: Model, request: Request) -> bool:
-    """Whether latents of the images are samples: by default those for PyTorch's noise, of an ``AutoencoderKL``."""
+    """Return True if latents of images are sampled: by default with PyTorch's noise and an ``AutoencoderKL``."""
     options = request.options
     if options.image_encoding is None:
         return options.noise == "torch" and request.latents is None and isinstance(model.vae, VaeConfig)
@@ -188,21 +189,22 @@ def samples(model: Model, request: Request) -> bool:
 
 
 def _encodes_first(model: Model, request: Request) -> bool:
-    """Whether PyTorch diffusers encodes the image before it draws the noise."""
+    """Return True if PyTorch diffusers encodes the image before it draws the noise."""
     init = request.init_images
     return init is not None and init.latents is None and not (model.networks.inpaints and init.from_noise)
 
 
 EncodeImages = Callable[[list[HostArray], int], HostArray]
-"""Latents of images; a generator of PyTorch has given so many tensors before their sample."""
+"""A function from images, and the number of tensors that PyTorch's generator gives before, to their latents."""
 
 
 def begin(
     model: Model, request: Request, encode: EncodeImages
 ) -> tuple[HostArray | None, Known | None, HostArray | None]:
-    """What a run takes from the images of its request: each [n, h, w, ...], encoded where it is used, else None.
+    """Encode the images of a request as far as they are used; return None for the rest.
 
-    Latents to begin from; what is to stay of them; and what an inpainting network sees beside the noisy latents.
+    The results [n, h, w, ...] are latents to begin from, the latents to keep, and the further input of an inpainting
+    network.
     """
     init = request.init_images
     assert init is not None
@@ -219,7 +221,7 @@ def begin(
 
 
 def start(request: Request, images: HostArray, noise: HostArray, factor: int) -> HostArray:
-    """Latents to begin from [n, h, w, C]: those of the images, with something else where they are masked."""
+    """Return the latents to begin from [n, h, w, C]: those of the images, with the masked area filled."""
     init, fill = request.init_images, request.options.mask_fill
     assert init is not None
     if not init.masks or fill in ("original", "fill"):
@@ -231,9 +233,9 @@ def start(request: Request, images: HostArray, noise: HostArray, factor: int) ->
 def encode_images(
     ready: Ready, params: Params, mesh: Mesh, request: Request, images: list[HostArray], draw: int, *, sample: bool
 ) -> HostArray:
-    """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once.
+    """Return the latents [n, h, w, C] float32 of each image of the call, on the host; an image is encoded once.
 
-    ``draw`` is that of ``initial_noise``, of a ``sample``.
+    ``draw`` is that of ``initial_noise``, for a ``sample``.
     """
     means, deviations = _moments(ready["image encoder"], params, mesh, images)
     if sample:
@@ -247,7 +249,7 @@ def encode_images(
 def encode_references(
     model: Model, ready: Ready, params: Params, mesh: Mesh, references: References, batch: int
 ) -> dict[str, Any]:
-    """The condition ``REFERENCES`` for each image of a batch."""
+    """Return the condition ``REFERENCES`` for each image of a batch."""
     networks, tokens, ids = model.networks, [], []
     for number, (images, size) in enumerate(zip(references.images, references.sizes, strict=True), 1):
         pixels = [as_floats(image) for image in images]
@@ -268,7 +270,7 @@ def encode_references(
 
 
 def _moments(encoder: Compiled, params: Params, mesh: Mesh, images: Sequence[HostArray]) -> tuple[HostArray, HostArray]:
-    """Mean and deviation of the latents of images of one size, each [n, h, w, C]."""
+    """Return mean and deviation of the latents of images of one size, each [n, h, w, C]."""
     shape, split = (padded_batch(1, mesh), *images[0].shape), over_batch(mesh)
     moments = []
     for image in images:
@@ -280,11 +282,11 @@ def _moments(encoder: Compiled, params: Params, mesh: Mesh, images: Sequence[Hos
 
 
 _ENCODING_SEED = 0x9E3779B97F4A7C15
-"""Added to an image's seed for the noise of its encoding, which must not be its initial noise again. PyTorch's noise
+"""Offset of an image's seed for the noise of its encoding, which must differ from its initial noise. PyTorch's noise
 is another draw."""
 
 
 def keep_renoised(known: Known, noise: HostArray, table: SamplerTable, latents: HostArray, row: int) -> HostArray:
-    """Latents [n, h, w, C] before ``row`` with the known ones, as noisy, where they stay; at the end without noise."""
+    """Put the known latents, with the noise of ``row``, into latents [n, h, w, C]; at the end without noise."""
     before = known.latents if row == len(table) else table.noised(known.latents, noise, row)
     return ((1 - known.mask) * before + known.mask * latents).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Reference images of a call: what a model that edits reads beside the prompt."""
+"""Reference images of a call, which models that edit read in addition to the prompt."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from PIL import Image
 
 from canvax.call import MAX_SIDE
 from canvax.errors import InputError, check_count
+from canvax.images.convert import on_white
 from canvax.images.inputs import fingerprint, read_images
+from canvax.models.denoiser import MOST_REFERENCES as MOST
 from canvax.models.networks import Networks
 
 MOST_PIXELS = 1024 * 1024
-"""Of a reference image; larger ones are made smaller."""
+"""The most pixels of a reference image; larger images are made smaller."""
 
 MIN_SIDE_WHOLE, MAX_SIDE_WHOLE = 64, 4096
 """Sides of a reference image that is read whole."""
-
-MOST = 10
-"""Reference images of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +29,9 @@ class References:
     """The reference images of a call.
 
     Attributes:
-        images: RGB. Of each reference one for all images of the call, or one for each, of the same size.
-        fingerprints: of those that the call gives, as they were given, for metadata.
+        images: with the channels that the autoencoder reads. For each reference, one for all images of the call, or
+            one for each of the same size.
+        fingerprints: hashes of the caller's images, for metadata.
     """
 
     images: list[list[Image.Image]]
@@ -48,19 +48,24 @@ class References:
 
 
 def check_references(value: Any, networks: Networks) -> References:
-    """The references that a call gives as its image, in sizes that the networks read.
+    """Read the reference images of a call and bring them to sizes that the networks read.
 
     Raises:
-        InputError: one cannot be read or is too small, or there are too many.
+        InputError: an image cannot be read or is too small, or there are too many.
     """
     several = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4
     count = len(value) if several else 1
     if not 1 <= count <= MOST:
         raise InputError("image", f"has {count} reference images", cure=f"give 1 to {MOST}")
-    images, step, whole = read_images("image", value, count), networks.size_step, _whole(networks, count)
-    sizes = networks.denoiser.facts.reference_sizes
-    fitted = [_padded(image, step, whole) if whole else _fitted(image, step, sizes) for image in images]
-    return References([[image] for image in fitted], [fingerprint(image) for image in images])
+    images = read_images("image", value, count, alpha=networks.image_mode == "RGBA")
+    fitted = [_fitted(image, networks, count) for image in images]
+    return References([[image] for image in fitted], [fingerprint(on_white(image)) for image in images])
+
+
+def masked_reference(images: list[Image.Image], networks: Networks) -> References:
+    """Return the image of each image of a call, inside whose mask it is drawn, as its reference."""
+    scaled = networks.denoiser.facts.reference_pixels
+    return References([[_fitted(image, networks, 1) for image in images] if scaled else images])
 
 
 def check_editing(networks: Networks, name: str) -> None:
@@ -77,51 +82,62 @@ def check_editing(networks: Networks, name: str) -> None:
 def reference_sizes(
     value: int | Sequence[tuple[int, int]], size: tuple[int, int], networks: Networks
 ) -> tuple[tuple[int, int], ...]:
-    """Height and width of reference images as the model reads them.
+    """Return height and width of reference images as the model reads them.
 
     Args:
-        value: how many there are, each of the height and width ``size``; or the height and width of each.
-        size: of the image that is generated.
-        networks: of the model.
+        value: their number, each of the height and width ``size``; or the height and width of each.
+        size: height and width of the generated image.
+        networks: networks of the model.
 
     Raises:
-        InputError: there are too many, or a size is none.
+        InputError: there are too many, or a size cannot be used.
     """
     sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, MOST)
     if len(sizes) > MOST:
         raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {MOST}")
-    read, step, whole = [], networks.size_step, _whole(networks, len(sizes))
-    sizes_read = networks.denoiser.facts.reference_sizes
+    read, step = [], networks.size_step
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError("references", "is not a height and a width in pixels", value=pair)
         tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
-        if whole:
-            _, (width, height) = _canvas(wide, tall, step, whole)
-        elif sizes_read:
-            height, width = _nearest(wide, tall, sizes_read)
-        else:
-            width, height = (side - side % step for side in _within(wide, tall))
+        width, height = _size_read(wide, tall, networks, len(sizes))
         if not width or not height:
             raise InputError("references", f"is too small for multiples of {step} pixels", value=pair)
         read.append((height, width))
     return tuple(read)
 
 
+def _size_read(width: int, height: int, networks: Networks, count: int) -> tuple[int, int]:
+    """Return the width and height in which the model reads one of ``count`` references; 0 if it is too narrow."""
+    facts, step = networks.denoiser.facts, networks.size_step
+    if facts.reference_pixels:  # an even number of steps
+        wide, double = math.sqrt(facts.reference_pixels * (width / height)), 2 * step
+        return round(wide / double) * double, round(wide / (width / height) / double) * double
+    if facts.reference_sizes:  # of two that are as near the narrower
+        tall, wide = min(facts.reference_sizes, key=lambda size: (abs(width / height - size[1] / size[0]), size[1]))
+        return wide, tall
+    if whole := _whole(networks, count):
+        return _canvas(width, height, step, whole)[1]
+    width, height = _within(width, height)
+    return width - width % step, height - height % step
+
+
 def _within(width: int, height: int) -> tuple[int, int]:
-    """Width and height of an image that is made smaller if it has more than ``MOST_PIXELS``."""
+    """Return width and height of an image, made smaller if it has more than ``MOST_PIXELS``."""
     scale = math.sqrt(MOST_PIXELS / (width * height))
     return (width, height) if scale >= 1 else (int(width * scale), int(height * scale))
 
 
 def _whole(networks: Networks, count: int) -> int:
-    """The most pixels of so many references that are read whole, 0 if they are cut."""
+    """Return the most pixels of a single reference, which some models read whole; 0 if references are cut."""
     return networks.denoiser.facts.whole_reference if count == 1 else 0
 
 
 def _canvas(width: int, height: int, step: int, pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The width and height that an image is resized to, and those of multiples of ``step`` that it is padded to, which
-    have at most this many ``pixels``."""
+    """Return the size that an image is resized to, and that of at most ``pixels`` that it is padded to.
+
+    Both are width and height; the second are multiples of ``step``.
+    """
     scale = min(1.0, math.sqrt(pixels / (width * height)), MAX_SIDE_WHOLE / max(width, height))
     while True:
         size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -132,7 +148,7 @@ def _canvas(width: int, height: int, step: int, pixels: int) -> tuple[tuple[int,
 
 
 def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
-    """A whole image in the middle of its reflection, with sides of multiples of ``step``."""
+    """Pad an image with its reflection to sides that are multiples of ``step``."""
     size, (width, height) = _canvas(*image.size, step, pixels)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     if image.size == (width, height):
@@ -143,21 +159,20 @@ def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
     return Image.fromarray(np.pad(np.asarray(image), margins, mode=mode))
 
 
-def _nearest(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The height and width of ``sizes`` with the proportions nearest to those of an image; of two the narrower."""
-    return min(sizes, key=lambda size: (abs(width / height - size[1] / size[0]), size[1]))
+def _fitted(image: Image.Image, networks: Networks, count: int) -> Image.Image:
+    """Bring one of ``count`` references to the size in which the model reads it: padded, resized, or cut at its edges.
 
-
-def _fitted(image: Image.Image, step: int, sizes: Sequence[tuple[int, int]] = ()) -> Image.Image:
-    """An image of at most ``MOST_PIXELS``, cut to multiples of ``step``; or resized to one of ``sizes``."""
-    if sizes:
-        height, width = _nearest(*image.size, sizes)
-        return image.resize((width, height), Image.Resampling.LANCZOS)
-    size = _within(*image.size)
-    image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
-    width, height = (side - side % step for side in image.size)
+    Raises:
+        InputError: the image is too small or too narrow.
+    """
+    image, step, facts = image.convert(networks.image_mode), networks.size_step, networks.denoiser.facts
+    if whole := _whole(networks, count):
+        return _padded(image, step, whole)
+    width, height = _size_read(*image.size, networks, count)
     if not width or not height:
         problem = f"has {image.width} x {image.height} pixels"
         raise InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
+    size = (width, height) if facts.reference_pixels or facts.reference_sizes else _within(*image.size)
+    image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))

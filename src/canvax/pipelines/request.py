@@ -1,4 +1,4 @@
-"""The arguments of a call as one checked record, before anything is traced or compiled: texts, image, mask, sampler."""
+"""Check the arguments of a call and keep them as one record, before anything is traced or compiled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from canvax.pipelines.checks import (
 )
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
-from canvax.pipelines.references import References, check_references
+from canvax.pipelines.references import References, check_references, masked_reference
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import steps_of_strength
@@ -59,11 +59,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
+    """A checked call; lists have an entry for each image.
 
-    ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: no negative prompt is read at any guidance scale. ``guidance_off``: ``Family.guidance_off``.
-    ``on_device``: pixels and latents stay on the devices.
+    Attributes:
+        shape: shape of the latents, [B, h, w, C].
+        zeros: replace the negative prompt by zeros, since the call has none and the model was trained so.
+        embedded: the model reads no negative prompt at any guidance scale.
+        guidance_off: ``Family.guidance_off``.
+        on_device: keep pixels and latents on the devices.
     """
 
     prompts: list[str]
@@ -93,7 +96,7 @@ class Request:
     on_device: bool = False
 
     def fingerprint(self) -> list[Any]:
-        """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
+        """Return all values, except seeds, that must be the same in processes that generate together."""
         apart = ("seeds", "options", "latents", "init_images", "texts", "embeds", "control", "image_prompts", "beside")
         apart += ("references",)
         decided = {name: value for name, value in vars(self).items() if name not in apart}
@@ -111,7 +114,7 @@ class Request:
 
     @property
     def guided(self) -> bool:
-        """Whether the negative prompt matters at all: for one prompt at a guidance scale of 1 or less it does not."""
+        """True if the negative prompt has an effect: not for a single prompt at a guidance scale of 1 or less."""
         return not self.embedded and (self.composed or max(self.scales) > OFF)
 
     @property
@@ -121,27 +124,27 @@ class Request:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """Guidance scales of the steps, of which 1 is none; one for all steps, or one for each."""
+        """Guidance scales, where 1 is none: one for all steps, or one for each."""
         return tuple(scale + (1 - self.guidance_off) for scale in self.options.guidance_steps or (self.guidance,))
 
     @property
     def composed(self) -> bool:
-        """Whether several prompts of an image are added up, or one is weighed as a whole."""
+        """True if several prompts of an image are added up, or a whole prompt has a weight."""
         return self.texts.parts > 1 or bool((self.texts.weights != 1).any())
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The length for each text encoder that all prompts are brought to."""
+        """Length of all prompts for each text encoder."""
         text = self.texts.encoders
         embeds = (text.lengths_of(embed["text"].shape[1]) for embed in self.embeds if embed is not None)
         return text.fit({*self.texts.lengths, *filter(None, embeds)})
 
 
 def make_request(model: Model, call: Call) -> Request:
-    """A checked call.
+    """Check a call.
 
     Raises:
-        InputError: naming the argument, its value and the cure.
+        InputError: an argument cannot be used.
     """
     options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
     check_for_model(options, model)
@@ -165,7 +168,12 @@ def make_request(model: Model, call: Call) -> Request:
     mode = model.networks.image_mode
     init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options, mode)
     if init is not None and init.masks and model.networks.denoiser.facts.edits:
-        references = References([init.images])
+        references = masked_reference(init.images, model.networks)
+    if references is not None and any(embeds) and model.text.seeing(references.sizes) != model.text:
+        if init is None:
+            why = "the text encoder sees the reference images, and conditions were made without"
+            raise conflict("image", "prompt", why=why, cure="give the prompt as text")
+        references = None
     if init is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         init = masked_everywhere(height, width) if model.networks.inpaints else None
@@ -229,7 +237,7 @@ def _with_own_strength(options: Options, model: Model) -> Options:
 
 
 def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
-    """The sampler of a call, a function as a spec."""
+    """Check the sampler of a call; return a function as a spec."""
     if isinstance(value, str | SamplerSpec | SamplerTable | None):
         return value
     if not callable(value) or isinstance(value, type):
@@ -270,20 +278,20 @@ def _image_prompts(model: Model, value: Any, count: int, options: Options) -> Im
 
 
 def is_alone(call: Call, options: Options) -> bool:
-    """Whether a call has an image and nothing that says how it begins from it: then a model that edits reads it."""
+    """Return True if a call has an image without strength, mask or other settings: a model that edits reads it."""
     begins = (call.strength, call.mask, *(value for _, value in _given_options(options)))
     return call.image is not None and all(value is None for value in begins)
 
 
 def _references(model: Model, call: Call, options: Options) -> References | None:
-    """The image of a call as reference images, for a model that edits, unless it is what the run begins from."""
+    """Return the images of a call as reference images, unless the run begins from them or the model does not edit."""
     if not is_alone(call, options) or not model.networks.denoiser.facts.edits:
         return None
     return check_references(call.image, model.networks)
 
 
 def split_conditions(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:
-    """Prompts, and in place of those that were given as conditions empty ones and the conditions."""
+    """Separate conditions from prompts: return both prompts, empty where there are conditions, and the conditions."""
     embeds: list[Embeds | None] = [None, None]
     texts = [prompt, negative]
     for i, name in enumerate(("prompt", "negative_prompt")):
@@ -295,10 +303,10 @@ def split_conditions(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any
 
 
 def check_for_model(options: Options, model: Model) -> None:
-    """Refuse options that the model has no place for, rather than pass them over.
+    """Refuse options that the model does not use.
 
     Raises:
-        InputError: naming the options and the kind of model they are for.
+        InputError: an option is for other kinds of models.
     """
     one = dict.fromkeys(SECOND_PROMPTS, "it has one text encoder") if len(model.text.encoders) == 1 else {}
     unused = one | dict(model.family.unused_options)
@@ -321,20 +329,20 @@ def check_for_model(options: Options, model: Model) -> None:
 
 
 def check_clip_skip(skip: int, model: Model) -> None:
-    """Refuse to leave out more layers than the text encoder can spare.
+    """Check that the text encoder has more layers than are skipped.
 
     Raises:
-        InputError: naming how many these are.
+        InputError: it has too few; the error says how many can be skipped.
     """
     if not 0 <= skip <= (most := most_skipped(model.text)):
         raise InputError("clip_skip", f"is not in 0..{most}, the layers that can be left out", value=skip)
 
 
 def check_seed_size(options: Options, factor: int) -> None:
-    """Refuse a size of noise that is no whole number of latents, or larger than any image.
+    """Check that a size of noise is a whole number of latents, and no larger than any image.
 
     Raises:
-        InputError: naming the sides that do.
+        InputError: the size cannot be used; the error names sizes that can.
     """
     if options.seed_size is not None and not all(factor <= side <= MAX_SIDE for side in options.seed_size):
         raise InputError(
@@ -345,10 +353,10 @@ def check_seed_size(options: Options, factor: int) -> None:
 
 
 def check_layers(layers: int, model: Model) -> None:
-    """Refuse ``reuse_layers`` that the denoiser has not.
+    """Check that the denoiser has this many ``reuse_layers``.
 
     Raises:
-        InputError: naming how many it has.
+        InputError: it has fewer; the error says how many.
     """
     most = max(1, model.networks.most_layers)
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
@@ -358,10 +366,10 @@ def check_layers(layers: int, model: Model) -> None:
 def check_start(
     options: Options, sampler: Any, latents: HostArray | None, model: Model, *, image: bool = False
 ) -> None:
-    """Refuse a call that goes on from an image but was given none.
+    """Refuse a call that continues from latents or an image, and has none.
 
     Raises:
-        InputError: naming the option and what to pass.
+        InputError: the latents or the image are missing.
     """
     started = options.denoising_start > 0
     if started and latents is None:
@@ -382,18 +390,18 @@ def check_start(
 
 @dataclass(frozen=True, eq=False)
 class InitImages:
-    """What a call was given, an entry for each image or one for all.
+    """The source images and masks of a call: an entry for each image, or one for all.
 
     Attributes:
         images: RGB, of the size that is generated.
-        masks: L, of the same size: white is generated, black stays; empty if all is generated.
-        strength: 0..1, how much of the run is done.
-        fingerprints: of the images and masks as they were given, for metadata.
-        whole: images and masks as they are in the end, where what is generated is a part of them; else the same.
-        boxes: which part that is; empty where it is all.
-        steps: of the whole run.
-        skipped: how many of them are left out at its beginning.
-        latents: of the images [n, h, w, C], where they are known already.
+        masks: L, of the same size: white is generated, black stays; empty if the whole image is generated.
+        strength: the part of the run to do, 0..1.
+        fingerprints: hashes of the caller's images and masks, for metadata.
+        whole: whole images and masks, into which the generated part is pasted; else the same as the above.
+        boxes: the part that is generated; empty if it is the whole image.
+        steps: steps of the whole run.
+        skipped: steps left out at its beginning.
+        latents: latents of the images [n, h, w, C], if they are known already.
     """
 
     images: list[Image.Image]
@@ -408,31 +416,31 @@ class InitImages:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of what is generated."""
+        """Height and width of the generated image."""
         return self.images[0].height, self.images[0].width
 
     @property
     def from_noise(self) -> bool:
-        """Whether the run begins from noise alone: strength 1 with a mask."""
+        """True if the run begins from noise alone: strength 1 with a mask."""
         return bool(self.masks) and self.strength == 1
 
     def known(self, latents: HostArray, factor: int, options: Options) -> Known | None:
-        """Return the latents to keep, of latents [n, h, w, C] of the images."""
+        """Return the part to keep of the images' latents [n, h, w, C]; None without masks."""
         if not self.masks:
             return None
         masks = self.latent_masks(len(latents), factor, hard=options.mask_mode == "hard")
         return Known(masks, latents, np.full(len(latents), options.mask_mode == "graded"))
 
     def latent_masks(self, count: int, factor: int, *, hard: bool) -> HostArray:
-        """Masks at the size of the latents [count, h, w, 1] float32 in 0..1: the mean of the pixels, or the largest."""
+        """Shrink masks to latents [count, h, w, 1] float32 in 0..1: the mean of the pixels, or the rounded maximum."""
         masks = np.stack([_shrunk(mask, factor, hard=hard) for mask in self.masks])
         return np.broadcast_to(masks, (count, *masks.shape[1:]))
 
     def behind_latents(self, factor: int, *, folded: bool) -> tuple[list[HostArray], HostArray]:
-        """For an inpainting network: images without what is to be generated, and masks [n, h, w, C], 1 where that is.
+        """Return the input of an inpainting network: images with grey holes, and masks [n, h, w, C], 1 in the holes.
 
-        Both as inpainting models were trained: grey in the holes, and a mask of 0 and 1. Of it every ``factor``-th
-        pixel is taken, or, ``folded``, all pixels of a latent as channels.
+        Both are as in the training of inpainting models: every ``factor``-th pixel of a mask of 0 and 1, or with
+        ``folded`` all pixels of a latent as channels.
         """
         white = [Image.new("L", self.images[0].size, 255)]
         holes = [np.asarray(mask, np.float32)[..., None] >= 127.5 for mask in self.masks or white]
@@ -443,7 +451,7 @@ class InitImages:
         return images, masks
 
     def pasted(self, pixels: HostArray, indices: list[int]) -> HostArray:
-        """Generated pixels [n, H, W, C] of some images of the call, with the given ones where they stay."""
+        """Paste generated pixels [n, H, W, C] of some images of the call into the source images."""
         if not self.masks or not len(pixels):
             return pixels
         return np.stack([self._pasted(image, i) for image, i in zip(pixels, indices, strict=True)])
@@ -468,20 +476,20 @@ def check_init_images(
     options: Options,
     mode: str = "RGB",
 ) -> InitImages | None:
-    """The image of a call at the size to generate, which is the image's own unless ``size`` says otherwise.
+    """Check the image, mask and strength of a call, and bring them to the size to generate.
 
     Args:
-        image: as in a call; None for none.
-        mask: likewise.
-        strength: likewise.
-        size: height and width that were asked for, each or None.
-        count: images of the call.
+        image: as in a call.
+        mask: as in a call.
+        strength: as in a call.
+        size: requested height and width; for None those of the image.
+        count: number of images of the call.
         factor: pixels per latent.
-        options: of the call.
+        options: options of the call.
         mode: PIL's mode of the model's images.
 
     Raises:
-        InputError: naming the argument, its value and the cure.
+        InputError: an argument cannot be used.
     """
     if image is None:
         for name, value in (("mask", mask), ("strength", strength), *_given_options(options)):
@@ -499,7 +507,7 @@ def check_init_images(
                 f"is {_size(masks[i])} and the image {_size(entry(images, i))}",
                 cure="they must be of the same size",
             )
-    # On white, as those know the image who do not know the model.
+    # On white, as readers see the image that do not know the model.
     fingerprints = {
         "image": [fingerprint(on_white(image)) for image in images], "mask": [fingerprint(image) for image in masks]
     }  # fmt: skip
@@ -519,7 +527,7 @@ def check_init_images(
 
 
 def masked_everywhere(height: int, width: int) -> InitImages:
-    """What an inpainting model generates an image from that begins with nothing: grey, all of it masked."""
+    """Return a grey image with a full mask, from which an inpainting model generates a new image."""
     grey, white = [Image.new("RGB", (width, height), (128, 128, 128))], [Image.new("L", (width, height), 255)]
     return InitImages(grey, white, 1.0, {}, (grey, white), [])
 
@@ -544,7 +552,7 @@ def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tup
 def _outpainted(
     images: list[Image.Image], masks: list[Image.Image], sides: Box, factor: int
 ) -> tuple[list[Any], list[Any]]:
-    """Images with more on each side, and masks by which that is generated."""
+    """Extend images on each side, with masks in which the new parts are white."""
     for image in images:
         if (image.width + sides[0] + sides[2]) * (image.height + sides[1] + sides[3]) > MOST_PIXELS:
             raise InputError("outpaint", f"makes more than {MOST_PIXELS} pixels", cure="add fewer", value=sides)
@@ -567,7 +575,7 @@ def _cut_out(
     images: list[Image.Image], masks: list[Image.Image], strength: float, fingerprints: dict[str, list[str]],
     size: tuple[int, int], options: Options,
 ) -> InitImages:  # fmt: skip
-    """The masked parts alone, each brought to the size that is generated."""
+    """Cut out the masked parts, each resized to the size to generate."""
     assert options.padding_mask_crop is not None
     if not masks:
         raise needs("padding_mask_crop", "mask")
@@ -585,7 +593,7 @@ def _cut_out(
 
 
 def _filled(images: list[Image.Image], masks: list[Image.Image], options: Options) -> list[Image.Image]:
-    """What the run begins from: an image of each mask with its holes painted over, where that is asked for."""
+    """Return the images to begin from, with their holes painted over if the options ask for it."""
     if options.mask_fill != "fill" or not masks:
         return images
     count = max(len(images), len(masks))

@@ -1,4 +1,4 @@
-"""What a pipeline returns, and what it shows while it runs: progress on the terminal, previews for callbacks."""
+"""The result of a pipeline, and its progress: bars on the terminal, previews for callbacks."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ else:
 
 @dataclass(frozen=True, eq=False)
 class Result(Generic[Images]):
-    """Images and how they came to be. It can be used as the list of its images, and a notebook shows them.
+    """Images with metadata and timings. It can be used as the list of its images, and a notebook shows them.
 
-    Where several processes generate together, each has the images of its own devices alone: ``indices`` says which.
+    If several processes generate together, each has only the images of its devices; ``indices`` are their numbers.
 
     Attributes:
         images: a list of PIL images, which write their metadata when they are saved as PNG, JPEG or WebP; none if the
@@ -56,15 +56,15 @@ class Result(Generic[Images]):
         pixels: the same as an array [B, H, W, C] float32 in 0..1, before rounding to 8 bits; C is 4 for a model of
             images with alpha, else 3. With ``output_type="jax"``
             it is a JAX array on the devices, and so is ``latents``.
-        latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
-            ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
+        latents: the decoder's input [B, h, w, C] float32; ``latents`` arguments have this layout too. After
+            ``denoising_end`` they are noisy, in the variance-preserving frame, to continue with ``denoising_start``.
         metadata: for each image, everything needed to generate it again.
-        timings: seconds of each stage: ``compile`` (or loading what is compiled), ``encode``, ``denoise``, ``step``
+        timings: seconds of each stage: ``compile`` (or loading programs), ``encode``, ``denoise``, ``step``
             (one evaluation), ``decode``, and ``total``, the whole call; ``first_step`` is from the call to the end of
             its first step, which the command counts from the start of its process.
         compilations: programs that JAX compiled for this call; 0 after the first image of a size and batch, and in a
             process that finds them in the cache.
-        indices: which images of the call these are, counted from 0.
+        indices: numbers of these images in the call, from 0.
     """
 
     images: Images
@@ -97,7 +97,7 @@ class Result(Generic[Images]):
         return self.images
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows: all images in one."""
+        """Return one image of all images, which a notebook shows."""
         if not len(self.pixels):
             return None
         buffer = BytesIO()
@@ -109,20 +109,20 @@ class Result(Generic[Images]):
             raise InputError("there are no images: the run was stopped by denoising_end; go on from result.latents")
 
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image.Image:
-        """All images in one, near square unless ``rows`` or ``cols`` are given, with the metadata of each."""
+        """Join all images in one, near square unless ``rows`` or ``cols`` are given, with the metadata of each."""
         self._check_finished()
         return GeneratedImage.of(make_grid(to_pil(self.pixels), rows, cols), {"grid": self.metadata})
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> list[Path]:
-        """Write each image with its metadata; returns the paths.
+        """Write each image with its metadata; return the paths.
 
         Args:
             path: a folder, where each image gets a free name; or the name of one image, ``NAME.png``, ``.jpg`` or
                 ``.webp``.
-            overwrite: whether one image replaces a file of its name, as when a cell of a notebook runs again.
+            overwrite: replace a file of this name, as when a cell of a notebook runs again.
 
         Raises:
-            InputError: there is no image, such a file is there already, or one name was given for several images.
+            InputError: there is no image, the file exists already, or one name was given for several images.
         """
         self._check_finished()
         path, images = named_path("path", path), to_pil(self.pixels)
@@ -140,7 +140,7 @@ class Result(Generic[Images]):
 
 
 def make_folder(path: Path) -> None:
-    """The folder ``path``, made if it is not there.
+    """Make the folder ``path`` unless it exists.
 
     Raises:
         CanvaxError: it cannot be made.
@@ -152,14 +152,14 @@ def make_folder(path: Path) -> None:
 
 
 SELDOM = 30.0
-"""Seconds between two lines about the same work where nobody watches, as in a log."""
+"""Seconds between two lines about the same work in a log, where no user watches."""
 
 _IN_A_LOG = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} so far, {remaining} left"
 _LINES = {"loading": "loading the programs:", "compiling": "compiling (once for each size and batch):"}
 
 
 def summary(pipe: Any, name: str = "Pipeline") -> str:
-    """A pipeline in a line, for ``repr``: its weights and tables would fill pages."""
+    """Return a line about a pipeline for ``repr``: its weights and tables would fill pages."""
     model = pipe.model
     height, width = model.native_size
     parts = [repr(str(model.files)), f"{width}x{height}", model.scheduler.spec.label]
@@ -169,17 +169,17 @@ def summary(pipe: Any, name: str = "Pipeline") -> str:
 
 
 def _can_draw_bars() -> bool:
-    """Whether somebody watches: a bar in a log is a line for each of its states."""
+    """Return True on a terminal or in a notebook: in a log each state of a bar is a line."""
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this."""
+    """Return True in a Jupyter kernel."""
     return "ipykernel" in sys.modules
 
 
 def progress_bar(total: int, *, description: str, unit: str, shown: bool) -> Any:
-    """A bar of tqdm's on stderr; in a notebook its own, if what that needs is there; in a log a line now and then."""
+    """Return tqdm's bar on stderr; in a notebook its bar for these, if installed; in a log a line now and then."""
     if in_notebook() and find_spec("ipywidgets"):
         from tqdm.auto import tqdm
     else:
@@ -206,7 +206,7 @@ class Display:
     """Progress on stderr, or nothing. Also records what was compiled or loaded.
 
     Args:
-        shown: False for nothing, "programs" for what is compiled or loaded without a bar.
+        shown: False for nothing; "programs" for the programs that are compiled or loaded, without a bar.
     """
 
     def __init__(self, *, shown: bool | str) -> None:
@@ -215,7 +215,7 @@ class Display:
         self._with_bar = self.shown and shown is True
         self.builds: list[Build] = []
         self.compile_seconds = 0.0
-        """Seconds in which programs were on their way."""
+        """Time that compiling and loading programs took, in seconds."""
         self.first_step = 0.0
         self._lock = threading.Lock()
         self._since = 0.0
@@ -223,10 +223,10 @@ class Display:
         self._line = ""
 
     def announce(self, build: Build) -> None:
-        """Say what is being compiled or loaded; without this the first image looks like a hang.
+        """Show the programs that are being compiled or loaded; without this the first image looks like a hang.
 
-        Programs come from several threads, each busy with one at a time, and share a line. It says that programs are
-        compiled as soon as one is; those of the other kind say so themselves.
+        Programs come from several threads, each busy with one at a time, and share a line. The line says "compiling" as
+        soon as one is compiled; loaded programs are then marked.
         """
         with self._lock:
             kind = "loading" if build.cached else "compiling"
@@ -247,11 +247,11 @@ class Display:
                 self._line = ""
 
     def stepped(self) -> None:
-        """Keep the time of the first step."""
+        """Record the time of the first step."""
         self.first_step = self.first_step or time.perf_counter()
 
     def bar(self, total: int) -> Bar:
-        """A progress bar over ``total`` evaluations."""
+        """Return a progress bar over ``total`` evaluations."""
         return Bar(total, shown=self._with_bar)
 
     def _write(self, text: str) -> None:
@@ -260,11 +260,11 @@ class Display:
 
 
 class Bar:
-    """Progress over the steps. Decides how many steps one call of the program may do unseen."""
+    """Progress over the steps, which decides how many steps one call of the program does between updates."""
 
     INTERVAL, UNSEEN = 0.2, 1.0
-    """Seconds between two updates: seldom enough to cost nothing, often enough to look alive. Where nothing is shown it
-    is only Ctrl-C that waits for the end of a call."""
+    """Seconds between two updates: seldom enough to cost nothing, often enough to look alive. Without a bar, only
+    Ctrl-C waits for the end of a call."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._bar = progress_bar(total, description="denoising", unit="evaluation", shown=shown)
@@ -273,13 +273,13 @@ class Bar:
         self._began = time.perf_counter()
 
     def chunk(self, left: int) -> int:
-        """Steps to do before the next update."""
+        """Return the number of steps to do before the next update."""
         if self._steps_per_second is None:
             return 1
         return max(1, min(left, int(self._steps_per_second * self._interval)))
 
     def advance(self, steps: int) -> None:
-        """``steps`` more are done."""
+        """Count further steps as done."""
         self._bar.update(steps)
         now = time.perf_counter()
         self._steps_per_second = steps / max(now - self._began, 1e-6)
@@ -326,12 +326,12 @@ class Preview:
     params: Params = field(repr=False)
 
     def pixels(self, latents: HostArray) -> HostArray:
-        """Latents [B, h, w, C], such as ``step.denoised`` -> pictures [B, f h, f w, 3] float32 in 0..1.
+        """Decode latents [B, h, w, C], such as ``step.denoised``, to images [B, f h, f w, 3] float32 in 0..1.
 
         It compiles once for each shape.
 
         Raises:
-            InputError: latents of another model.
+            InputError: the latents are those of another model.
         """
         latents = np.asarray(latents, np.float32)
         if latents.ndim != 4 or latents.shape[-1] != self.cfg.latent_channels:
@@ -341,7 +341,7 @@ class Preview:
         return jax.device_get(_pixels(self.params, jax.device_put(latents), cfg=self.cfg))
 
     def images(self, latents: HostArray) -> list[Image.Image]:
-        """The same as pictures of Pillow."""
+        """Decode latents to images of Pillow."""
         return to_pil(self.pixels(latents))
 
 
@@ -358,11 +358,11 @@ def load_preview(
     """Load an ``AutoencoderTiny``, such as madebyollin/taesd for Stable Diffusion 1.x and 2.x or madebyollin/taesdxl.
 
     Args:
-        model: a folder with ``config.json`` and its weights, or a Hub id of one.
+        model: a folder with ``config.json`` and its weights, or the Hub id of one.
         revision: branch, tag or commit of a Hub id.
-        variant: which of several sets of weights.
+        variant: name of a set of weights.
         token: Hub token; by default HF_TOKEN or the stored login.
-        cache_dir: where the Hub's files are kept.
+        cache_dir: folder for the Hub's files.
         local_files_only: never ask the Hub.
         progress: show downloads on stderr.
 

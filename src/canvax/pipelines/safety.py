@@ -1,8 +1,8 @@
-"""The safety checker of Stable Diffusion 1.x: images that show what it was taught to refuse become black.
+"""The safety checker of Stable Diffusion 1.x, which replaces images of certain concepts by black ones.
 
-CLIP's image encoder gives each image a vector, which is compared with those of 17 concepts, and of 3 that make it
-stricter; vectors and thresholds are in the checkpoint (Rando et al. 2022, "Red-Teaming the Stable Diffusion Safety
-Filter", describe it). It errs both ways, and knows nothing that is not photographic.
+CLIP's image encoder gives each image a vector, which is compared with those of 17 concepts, and of 3 that lower the
+thresholds; vectors and thresholds are in the checkpoint (Rando et al. 2022, "Red-Teaming the Stable Diffusion Safety
+Filter", describe it). It has false positives and false negatives, and was made for photographs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from canvax.weights.open import open_network
 COMPONENT = "safety_checker"
 CONCEPTS, SPECIAL = 17, 3
 STRICTER = 0.01
-"""What an image that shows a special concept is nearer to each other one."""
+"""Amount that a special concept in an image adds to its similarity to each other concept."""
 
 _LIMITS = {"concept": "concept_embeds", "special": "special_care_embeds"}
 """The thresholds of ``SafetyChecker.params``, and the vectors that they belong to."""
@@ -42,7 +42,7 @@ _LIMITS = {"concept": "concept_embeds", "special": "special_care_embeds"}
 
 @dataclass(frozen=True, eq=False)
 class SafetyChecker:
-    """Looks at images on the first device, in float32.
+    """A safety checker on the first device, in float32.
 
     Attributes:
         cfg: config of its image encoder.
@@ -54,49 +54,49 @@ class SafetyChecker:
 
     @classmethod
     def of(cls, cfg: ClipVisionConfig, tree: Params) -> SafetyChecker:
-        """One with the parameters of ``safety_spec``, under the names of the released checkpoints."""
+        """Make a checker from the parameters of ``safety_spec``, under the names of the released checkpoints."""
         return cls(cfg, {**tree, **{name: tree[f"{vectors}_weights"] for name, vectors in _LIMITS.items()}})
 
     def flags(self, pixels: HostArray) -> list[bool]:
-        """Whether each image [B, H, W, C] in 0..1 is one to refuse."""
+        """Return for each image [B, H, W, C] in 0..1 whether it is refused."""
         if not len(pixels):
             return []
         return self.judge(np.stack([clip_square(image, self.cfg.image_size) for image in to_pil(pixels)]))
 
     def judge(self, seen: HostArray) -> list[bool]:
-        """The same of images as CLIP is shown them: [B, S, S, 3] float32 in 0..1, S the config's ``image_size``."""
+        """Judge images in CLIP's size: [B, S, S, 3] float32 in 0..1, where S is the config's ``image_size``."""
         special, concepts = (np.asarray(cosines, np.float64) for cosines in _cosines(self.params, seen, cfg=self.cfg))
         limits = {name: np.asarray(self.params[name], np.float64) for name in _LIMITS}
         return [refused(*row, limits["special"], limits["concept"]) for row in zip(special, concepts, strict=True)]
 
     def blacken(self, pixels: HostArray) -> tuple[HostArray, list[bool]]:
-        """Images [B, H, W, C] with those in black that are refused, and whether each is."""
+        """Make refused images [B, H, W, C] black; return the images, and whether each is refused."""
         flags = self.flags(pixels)
         black = np.zeros_like(pixels)
         black[..., 3:] = 1  # opaque
         return np.where(kept(flags), pixels, black), flags
 
     def __call__(self, result: Result) -> Result:
-        """``result`` with what is refused in black, and the answer for each image in its metadata.
+        """Return ``result`` with refused images in black, and with ``nsfw`` in the metadata of each.
 
-        A run that ``denoising_end`` stopped has no images, and is returned as it is.
+        The result of a run that ``denoising_end`` stopped has no images, and is returned unchanged.
         """
         if not len(result.pixels):
             return result
         pixels, flags = self.blacken(result.pixels)
         records = [{**record, "nsfw": flag} for record, flag in zip(result.metadata, flags, strict=True)]
         images = [GeneratedImage.of(image, record) for image, record in zip(to_pil(pixels), records, strict=True)]
-        # An image that is refused cannot be had from its latents either.
+        # The latents of a refused image are removed too.
         return replace(result, pixels=pixels, images=images, metadata=records, latents=result.latents * kept(flags))
 
 
 def kept(flags: Sequence[bool]) -> HostArray:
-    """What images are multiplied with: False for those that are refused [B, 1, 1, 1]."""
+    """Return the factor of each image [B, 1, 1, 1]: False if it is refused."""
     return ~np.asarray(flags, bool)[:, None, None, None]
 
 
 def has_checker(index: Mapping[str, Any]) -> bool:
-    """Whether a ``model_index.json`` names a safety checker."""
+    """Return True if a ``model_index.json`` names a safety checker."""
     return index.get(COMPONENT) not in (None, [None, None])
 
 
@@ -109,21 +109,21 @@ def check_has_checker(index: Mapping[str, Any]) -> None:
 
 
 def load_safety_checker(source: Location) -> SafetyChecker:
-    """The safety checker of a model, on the first device; errors are those of ``read_safety_checker``."""
+    """Load the safety checker of a model onto the first device; errors are those of ``read_safety_checker``."""
     config, tree = read_safety_checker(source, jax.local_devices()[0])
     return SafetyChecker.of(vision_config(config), tree)
 
 
 def read_safety_checker(source: Location, device: Any, folder: str = COMPONENT) -> tuple[dict[str, Any], Params]:
-    """The config of a safety checker and its parameters, those of ``safety_spec`` in float32, on ``device``.
+    """Read the config of a safety checker, and its parameters (``safety_spec``) in float32 onto ``device``.
 
     Args:
-        source: a model, or a repository of nothing but the checker.
-        device: where its parameters are put.
-        folder: the checker's, "" for the top.
+        source: a model, or a repository with the checker alone.
+        device: device of its parameters.
+        folder: folder of the checker, "" for the top.
 
     Raises:
-        CheckpointError: the model has none, or it is damaged.
+        CheckpointError: the model has no safety checker, or it is damaged.
         HubError: the Hub cannot be reached.
     """
 
@@ -142,7 +142,7 @@ def read_safety_checker(source: Location, device: Any, folder: str = COMPONENT) 
 
 
 def safety_spec(cfg: ClipVisionConfig) -> Spec:
-    """Parameters, named as in the released checkpoints."""
+    """Declare the parameters, named as in the released checkpoints."""
     width = cfg.projection_dim
     return {
         "vision_model": vision_encoder_spec(cfg),
@@ -155,7 +155,7 @@ def safety_spec(cfg: ClipVisionConfig) -> Spec:
 
 
 def refused(special: Sequence[float], concepts: Sequence[float], stricter: HostArray, limits: HostArray) -> bool:
-    """Whether cosines are beyond their limits, each rounded to three digits as the original does."""
+    """Return whether cosines are beyond their limits, each rounded to three digits as the original does."""
     adjustment = 0.0
     for cosine, limit in zip(special, stricter, strict=True):
         if round(cosine - limit + adjustment, 3) > 0:
@@ -165,7 +165,7 @@ def refused(special: Sequence[float], concepts: Sequence[float], stricter: HostA
 
 @partial(jitted, static_argnames="cfg")
 def _cosines(p: Params, images: Array, *, cfg: ClipVisionConfig) -> tuple[Array, Array]:
-    """Of images [B, S, S, 3] with the special concepts [B, 3] and the others [B, 17]."""
+    """Return the cosines of images [B, S, S, 3] with the special concepts [B, 3] and the others [B, 17]."""
     _, pooled = vision_encoder(p["vision_model"], images, cfg)
     seen = _unit(linear(p["visual_projection"], pooled))
     with jax.default_matmul_precision("highest"):
@@ -177,10 +177,10 @@ def _unit(vectors: Array) -> Array:
 
 
 def vision_config(config: Mapping[str, Any]) -> ClipVisionConfig:
-    """Of the image encoder, from a safety checker's ``config.json``.
+    """Return the config of the image encoder in a safety checker's ``config.json``.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: it is missing.
     """
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):

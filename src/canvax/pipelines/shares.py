@@ -1,4 +1,4 @@
-"""The adapters beside the weights that each image of a call has, from its prompts and its argument ``adapters``."""
+"""The adapters beside the weights that each image of a call uses, from its prompts and its argument ``adapters``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from canvax.pipelines.texts import Tags, tags_of
 def shares_of(
     adapters: Adapters, prompt: Any, asked: Any, per_prompt: int, *, as_set: bool
 ) -> tuple[Any, Shares | None]:
-    """The prompts without the adapters that they name, and how much of each every image has; None if none has any.
+    """Return prompts without their adapters' names, and the weights of adapters in each image, or None if all are 0.
 
     Args:
-        adapters: of the pipeline.
-        prompt: of the call.
-        asked: its argument ``adapters``.
+        adapters: adapters of the pipeline.
+        prompt: prompt of the call.
+        asked: the call's argument ``adapters``.
         per_prompt: images of each prompt.
-        as_set: whether images of which nothing is said have the weights that are set.
+        as_set: give images without ``asked`` the weights that are set.
 
     Raises:
-        InputError: an adapter is not there, or not beside the weights.
+        InputError: an adapter does not exist, or is not beside the weights.
     """
     bank = adapters._bank
     if bank is None:
@@ -76,7 +76,7 @@ def shares_of(
 
 
 def _without_tags(prompt: Any, adapters: Adapters) -> tuple[Any, list[Tags]]:
-    """The prompts without the adapters that they name, and these; an entry for each prompt."""
+    """Return the prompts without the adapters that they name, and these adapters for each prompt."""
     if isinstance(prompt, Mapping):  # encoded already
         return prompt, [{}] * len(prompt.get("text", [None]))
     prompts: Any = [prompt] if isinstance(prompt, str) else prompt
@@ -88,7 +88,7 @@ def _without_tags(prompt: Any, adapters: Adapters) -> tuple[Any, list[Tags]]:
 
 
 def _put_beside(adapters: Adapters, bank: Bank, tag: str, named: set[str]) -> None:
-    """Have the adapter that a prompt means beside the weights; one of the folder takes the place of another of it."""
+    """Put the adapter that a prompt means beside the weights; it may replace another one from the folder."""
     if tag not in adapters:
         assert adapters.folder is not None
         path = file_of(adapters.folder, tag)
@@ -104,7 +104,7 @@ def _put_beside(adapters: Adapters, bank: Bank, tag: str, named: set[str]) -> No
 
 
 def _there(weight: float | dict[str, float], bank: Bank) -> float | dict[str, float]:
-    """Without networks that the model does not have."""
+    """Remove networks that the model does not have."""
     return {part: w for part, w in weight.items() if part in bank.components} if isinstance(weight, dict) else weight
 
 
@@ -114,16 +114,16 @@ def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
 
 
 def _recorded(adapter: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
-    """What the metadata of an image tells of an adapter that it has."""
+    """Return the entry of an adapter in the metadata of an image."""
     by_block, _ = parted(adapter.weights, bank.components)
     return adapter.record(adapter.weight if by_block else plain_weight(weights))
 
 
 def adapters_of_images(adapters: Any, prompts: int, per_prompt: int) -> list[Any]:
-    """What is said of the adapters of each image: a table for all, or a list of one for each prompt or image.
+    """Return the caller's adapters of each image, from a table for all or a list with one for each prompt or image.
 
     Raises:
-        InputError: it is neither, or of another length.
+        InputError: the value is neither, or the list has another length.
     """
     count = prompts * per_prompt
     if adapters is None or isinstance(adapters, Mapping):

@@ -25,18 +25,18 @@ from canvax.weights.load import aligned
 from canvax.weights.lora import Adapter, Key
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256)
-"""Default ranks of places: an adapter's rank is rounded up to one of them."""
+"""Default ranks of slots: an adapter's rank is rounded up to one of them."""
 
 LARGEST = BUCKETS[-1]
 
 COUNT = 4
-"""Default number of places."""
+"""Default number of slots."""
 
 MOST_PLACES = 64
 _LISTED = 3
 
 Packed = Mapping[str, HostArray]
-"""An adapter as places have it: one flat array for each network that it changes."""
+"""An adapter in the form of slots: one flat array for each network that it changes."""
 
 OwnAdapters = dict[str, Weights]
 """The adapters of one image, by name."""
@@ -44,13 +44,13 @@ OwnAdapters = dict[str, Weights]
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """How much of each adapter every image of a call has.
+    """The weights of adapters in each image of a call.
 
     Attributes:
-        places: what there is, for the programs.
-        arrays: what lies there: the parameters of ``canvax.models.beside``, by network.
-        weights: of each image for each place [n, K] float32, by network.
-        records: what the metadata of each image tells.
+        places: number, rank and layers of the slots, for the programs.
+        arrays: contents of the slots: the parameters of ``canvax.models.beside``, by network.
+        weights: weight of each slot in each image [n, K] float32, by network.
+        records: adapters in the metadata of each image.
     """
 
     places: Places
@@ -60,11 +60,11 @@ class Shares:
 
 
 class Bank:
-    """The places of a model on its devices, and what lies there.
+    """The slots of a model on its devices, and their contents.
 
     Attributes:
-        places: how many, of which rank, at which layers.
-        arrays: for the programs; a place that is written anew is another array.
+        places: their number, rank and layers.
+        arrays: inputs of the programs; writing a slot makes a new array.
     """
 
     def __init__(self, model: Model, mesh: Mesh, places: Places) -> None:
@@ -81,19 +81,19 @@ class Bank:
 
     @property
     def components(self) -> list[str]:
-        """The networks that have places."""
+        """Networks that have slots."""
         return list(self._slots)
 
     @property
     def bytes(self) -> int:
-        """Of all places, on each device."""
+        """Bytes of all slots on each device."""
         return self.places.count * self.dtype.itemsize * sum(self._lengths.values())
 
     def pack(self, name: str, adapter: Adapter, factor: Callable[[Key], float] | None = None) -> Packed:
-        """An adapter as a place has it; ``factor`` is how strong it is for each parameter, 1 by default.
+        """Bring an adapter into the form of a slot; ``factor`` is its strength for each parameter, 1 by default.
 
         Raises:
-            InputError: it is not of low rank, of a higher one than the places, or for a layer that has none.
+            InputError: it is not of low rank, has a higher rank than the slots, or is for a layer without slots.
         """
         packed: dict[str, HostArray] = {}
         faults: list[str] = []
@@ -134,19 +134,19 @@ class Bank:
         return packed
 
     def put(self, place: int, packed: Packed) -> None:
-        """Put an adapter into a place, whatever was there. Compiles nothing."""
+        """Put an adapter into a slot, without compiling; it replaces the present one."""
         for component, of in self.arrays.items():
             array = packed.get(component)
             of[str(place)] = self._empty[component] if array is None else put(array, self._sharding)
 
     def fill(self) -> None:
-        """Have empty places; all share one array of zeros for each network."""
+        """Make all slots empty; they share one array of zeros for each network."""
         for component, n in self._lengths.items():
             self._empty[component] = empty = put(np.zeros(n, self.dtype), self._sharding)
             self.arrays[component].update({str(k): empty for k in range(self.places.count)})
 
     def clear(self) -> None:
-        """Take everything off the devices."""
+        """Remove all arrays from the devices."""
         for of in (self._empty, *self.arrays.values()):
             of.clear()
 
@@ -161,30 +161,30 @@ class Bank:
         return {component: dict.fromkeys(names, shape) for component, shape in shapes.items()}
 
     def copy(self) -> Bank:
-        """The same adapters in the same places; from then on each changes alone."""
+        """Copy the slots with their adapters; later changes affect one copy only."""
         other = copy(self)
         other.arrays = self.snapshot()
         return other
 
     def snapshot(self) -> Params:
-        """What lies there now, for a call."""
+        """Return the present contents for a call."""
         return {component: dict(of) for component, of in self.arrays.items()}
 
 
 def _write(flat: HostArray, slot: Slot, down: HostArray, up: HostArray) -> None:
-    """The factors of a layer, [r, in, kh, kw] and [out, r], into their slot, the rest of which stays zero."""
+    """Write the factors of a layer, [r, in, kh, kw] and [out, r], into their slot, whose rest stays zero."""
     rank = len(down)
     flat[slot.begin : slot.middle].reshape(slot.down)[:rank] = down.reshape(rank, *slot.down[1:])
     flat[slot.middle : slot.end].reshape(slot.up)[:, :rank] = up
 
 
 def bucket(rank: int) -> int:
-    """The rank of places for adapters of this rank, ``LARGEST`` at most."""
+    """Return the rank of slots for adapters of this rank, at most ``LARGEST``."""
     return next((size for size in BUCKETS if size >= rank), LARGEST)
 
 
 def rank_of(adapter: Adapter, model: Model) -> int:
-    """The highest rank that an adapter has beside the weights; 1 if it has none."""
+    """Return the highest rank of an adapter beside the weights; 1 if it has none."""
     declared = model.networks.specs()
     shapes = {(component, name): slot.param.checkpoint_shapes[0]
               for component, spec in declared.items()
@@ -195,15 +195,15 @@ def rank_of(adapter: Adapter, model: Model) -> int:
         try:
             highest = max(highest, len(low_rank(part, shape)[0])) if shape else highest
         except NotLowRank:
-            continue  # which ``Bank.pack`` says
+            continue  # ``Bank.pack`` refuses it
     return highest
 
 
 def check_places(rank: Any, places: Any, layers: Any) -> Places:
-    """Places that can be made.
+    """Check and return a description of slots.
 
     Raises:
-        InputError: naming the argument and the cure.
+        InputError: an argument cannot be used.
     """
     check_count("rank", rank, LARGEST)
     check_count("places", places, MOST_PLACES)
@@ -213,7 +213,7 @@ def check_places(rank: Any, places: Any, layers: Any) -> Places:
 
 
 def share_rows(images: Sequence[OwnAdapters], places: Mapping[str, int], bank: Bank) -> dict[str, HostArray]:
-    """Weights of each image for each place [n, K] float32, by network; ``places`` are those of the names."""
+    """Return the weight of each slot in each image [n, K] float32, by network; ``places`` are the slots by name."""
     scales = {component: np.zeros((len(images), bank.places.count), np.float32) for component in bank.components}
     for i, image in enumerate(images):
         for name, weights in image.items():

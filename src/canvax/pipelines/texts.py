@@ -1,4 +1,4 @@
-"""From prompts to what the text encoders read: syntax, texts by step, ``<lora:...>`` tags.
+"""Read prompts for the text encoders: syntax, texts by step, ``<lora:...>`` tags.
 
 Nothing here runs on a device.
 """
@@ -23,10 +23,10 @@ from canvax.prompts import PromptSyntax, check_weight, fragments, parts_of, sche
 from canvax.types import HostArray
 
 MOST_PARTS = 16
-"""Prompts that are added up (AND), each of which takes an evaluation of the network."""
+"""The most prompts that are added up (AND); each takes an evaluation of the network."""
 
 Wording = tuple[Any, ...]
-"""What each text encoder reads for one image at one time, see ``canvax.models.text.TextEncoder.words``."""
+"""The text of one image at one time, for each text encoder; see ``canvax.models.text.TextEncoder.words``."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Stage:
     """The texts of a part of the run, an entry for each image.
 
     Attributes:
-        step: of the steps that are run, from 0: which it begins with.
-        parts: what stands between AND; of most prompts one.
-        negatives: of the negative prompts.
+        step: its first step, counted from 0 among the steps that are run.
+        parts: the texts between AND; usually one.
+        negatives: texts of the negative prompts.
     """
 
     step: int
@@ -49,8 +49,8 @@ class Texts:
     """All texts of a call.
 
     Attributes:
-        stages: in their order; of most prompts one.
-        weights: of the parts of each image [B, K] float32.
+        stages: the stages in their order; usually one.
+        weights: weights of the parts of each image [B, K] float32.
         encoders: the text encoders.
     """
 
@@ -60,18 +60,18 @@ class Texts:
 
     @property
     def parts(self) -> int:
-        """K: of the prompt that has most."""
+        """Number of parts K, of the prompt that has most."""
         return self.weights.shape[1]
 
     @cached_property
     def lengths(self) -> frozenset[tuple[int, ...]]:
-        """The lengths of the prompts, for each text encoder."""
+        """Lengths of the prompts, for each text encoder."""
         wordings = (wording for stage in self.stages for side in (*stage.parts, stage.negatives) for wording in side)
         return frozenset(tuple(words.length for words in wording) for wording in wordings)
 
 
 def texts_of(prompt: Any, negative_prompt: Any, options: Any) -> list[str]:
-    """All texts of a call that its text encoders read; ``options`` are ``canvax.Options``."""
+    """Return all texts of a call that its text encoders read; ``options`` are ``canvax.Options``."""
     more = (options.prompt_2, options.negative_prompt_2, options.hires_prompt)
     sides = [side if isinstance(side, list | tuple) else [side] for side in (prompt, negative_prompt, *more)]
     return [text for side in sides for text in side if isinstance(text, str)]
@@ -85,15 +85,15 @@ def read_texts(
     steps: int,
     references: References | None = None,
 ) -> Texts:
-    """The texts of a call.
+    """Read the texts of a call.
 
     Args:
-        model: whose tokenizers read them.
-        prompts: of each image, for the first and the second text encoder.
-        negatives: likewise.
-        options: of the call: the syntax.
-        steps: that are run.
-        references: of the call, which some encoders see.
+        model: the model with its tokenizers.
+        prompts: the prompt of each image, for the first and the second text encoder.
+        negatives: the negative prompts in the same form.
+        options: options of the call, with the syntax.
+        steps: number of steps that are run.
+        references: reference images of the call, which some encoders read.
 
     Raises:
         InputError: a prompt is too long, or its weights are too large.
@@ -125,7 +125,7 @@ def _scheduled(text: str, syntax: PromptSyntax, steps: int) -> list[tuple[int, s
 
 
 class _Reader:
-    """Reads texts, each text once."""
+    """A reader that reads each text once."""
 
     def __init__(self, model: Model, options: Options, references: References | None) -> None:
         self._model, self._options, self._references = model, options.changed(), references
@@ -133,7 +133,7 @@ class _Reader:
         self._read: dict[tuple[Any, ...], Any] = {}
 
     def all(self, sides: list[list[list[tuple[int, str]]]], step: int) -> list[Wording]:
-        """What the encoders read at a step, for each image, of the texts for the first and for the second."""
+        """Return the encoders' inputs at a step for each image, from the texts for the first and the second."""
         encoders = self._model.text.encoders
         of_encoders = [sides[len(encoders) > 1 and encoder.component == SECOND] for encoder in encoders]
         return [
@@ -142,7 +142,7 @@ class _Reader:
         ]
 
     def one(self, index: int, text: str, image: int) -> Any:
-        """What an encoder reads of the text of an image."""
+        """Return an encoder's input for the text of an image."""
         encoder, images = self._model.text.encoders[index], self._references.of(image) if self._references else ()
         key = encoder.component, text, *map(id, images)
         if key not in self._read:
@@ -156,11 +156,11 @@ def _at(schedule: list[tuple[int, str]], step: int) -> str:
 
 
 Embeds = dict[str, HostArray]
-"""Conditions that were given in place of prompts: ``text`` [n, T, D] and, for SDXL, ``pooled`` [n, P]."""
+"""Conditions instead of prompts: ``text`` [n, T, D] and, for SDXL, ``pooled`` [n, P]."""
 
 
 def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embeds:
-    """Conditions that were given in place of prompts, as ``pipe.encode`` returns them; an entry for each image.
+    """Check conditions that replace prompts, as ``pipe.encode`` returns them; an entry for each image.
 
     Raises:
         InputError: arrays are missing, of other shapes or not finite.
@@ -202,16 +202,16 @@ Tags = dict[str, float | dict[str, float]]
 
 
 def has_tags(prompt: Any) -> bool:
-    """Whether a prompt, or one of several, names an adapter."""
+    """Return True if a prompt, or one of several, names an adapter."""
     prompts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list | tuple) else []
     return any(isinstance(prompt, str) and TAG.search(prompt) for prompt in prompts)
 
 
 def take_tags(prompts: Sequence[str], denoiser: str) -> tuple[list[str], Tags]:
-    """The prompts without their tags, and the adapters that they all name, with weights as by ``tags_of``.
+    """Return prompts without their tags, and the adapters that they all name, with weights as by ``tags_of``.
 
     Raises:
-        InputError: they name different ones, or a weight is no number.
+        InputError: they name different adapters, or a weight is not a number.
     """
     if not prompts:
         raise InputError("prompt", "holds no prompt", cure="give at least one", value=[])
@@ -226,10 +226,10 @@ def take_tags(prompts: Sequence[str], denoiser: str) -> tuple[list[str], Tags]:
 
 
 def tags_of(prompt: str, denoiser: str) -> Tags:
-    """The adapters that a prompt names, with their weights; ``denoiser`` is the model's component.
+    """Return the adapters that a prompt names, with their weights; ``denoiser`` is the model's component.
 
-    ``<lora:name>``, ``<lora:name:0.8>``, ``<lora:name:0.5:0.8>`` for the text encoders and the denoiser, and ``te=``
-    and ``unet=`` in place of these places.
+    Tags are ``<lora:name>``, ``<lora:name:0.8>``, or ``<lora:name:0.5:0.8>`` for the text encoders and the denoiser,
+    whose weights may also be written with ``te=`` and ``unet=``.
     """
     tags: Tags = {}
     for name, rest in TAG.findall(prompt):

@@ -1,4 +1,4 @@
-"""Arguments under names of diffusers and its relatives, as canvax's own: ``canvax.familiar`` has the names."""
+"""Translate arguments under names of diffusers and related programs; ``canvax.familiar`` has the names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 
 from canvax.call import Call, Enlarging, Load
-from canvax.errors import InputError, check_flag, conflict, shown
+from canvax.errors import InputError, check_flag, check_function, conflict, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
-from canvax.pipelines.options import Options, Step, check_options, check_step_end
+from canvax.pipelines.options import Options, Step, check_options
 from canvax.samplers import find
 from canvax.settings import declared
 
@@ -26,16 +26,8 @@ Output = Literal["pil", "np", "numpy", "jax", "latent"]
 """Kinds of ``Result.images``."""
 _OWN = tuple(declared(Options))
 _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
-_OF_UPSCALE = (
-    "image",
-    "prompt",
-    "negative_prompt",
-    *declared(Enlarging),
-    "num_inference_steps",
-    "guidance_scale",
-    "seed",
-)
-_OF_UPSCALE += ("sampler", "options", "params")
+_OF_UPSCALE = ("image", "prompt", "negative_prompt", *declared(Enlarging))
+_OF_UPSCALE += ("num_inference_steps", "guidance_scale", "seed", "sampler", "options", "params")
 _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
@@ -44,12 +36,12 @@ GIVEN = CALL | {
     "prompt_embeds": ForeignName(becomes="prompt"),
     "negative_prompt_embeds": ForeignName(becomes="negative_prompt"),
 }
-"""What errors of a call name otherwise than its caller."""
+"""Arguments by the names that errors of a call must use."""
 
 
 @cache
 def place_of(name: str) -> str:
-    """Where something is given that is no attribute of a pipeline; empty where it is given nowhere."""
+    """Say which function takes a name that is not an attribute of a pipeline; return "" if none does."""
     if name in _ARGUMENTS or name in _OWN or (name in CALL and CALL[name].becomes):
         return f"it is an argument of a call: pipe(prompt, {name}=...)"
     if name in CALL:
@@ -60,9 +52,9 @@ def place_of(name: str) -> str:
 def translate_call(
     arguments: dict[str, Any], others: dict[str, Any], own: Sequence[str] = _ARGUMENTS, of: str = "a call"
 ) -> dict[str, Any]:
-    """The keywords of a call, given its ``arguments`` and ``others``.
+    """Return the keywords of a call for its ``arguments`` and ``others``.
 
-    Fields of ``canvax.Options`` may be given as arguments of the call. ``own``: the other arguments that it has.
+    Fields of ``canvax.Options`` may be arguments of the call. ``own`` are its other arguments.
 
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.
@@ -70,7 +62,7 @@ def translate_call(
     if isinstance(curve := others.get("scheduler"), str) and {"sampler", "sampler_name"} & {*arguments, *others}:
         try:
             find(curve)
-        except InputError as error:  # which says how a sigma schedule is given
+        except InputError as error:  # the error says how to give a sigma schedule
             raise error.about("scheduler") from None
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
@@ -174,10 +166,10 @@ def arguments_of_call(pipe: Any, keywords: Mapping[str, Any], also: Collection[s
 
 
 def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
-    """Image prompts as diffusers has them: for each adapter an image or a list of them, or what CLIP makes of them.
+    """Translate image prompts of diffusers: for each adapter an image, a list of images, or CLIP's embeddings.
 
     Raises:
-        InputError: they are something else.
+        InputError: the value is something else.
     """
     if not keywords.keys() & {"ip_adapter_image", "ip_adapter_image_embeds"}:
         return None
@@ -206,10 +198,10 @@ def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
 
 
 def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
-    """``options`` with fields that were given beside it.
+    """Return ``options`` with the fields that a call gives as keywords.
 
     Raises:
-        InputError: a field is given in both.
+        InputError: a field is given twice.
     """
     options = check_options(options)
     twice = options.changed_names() & changes.keys()
@@ -219,10 +211,10 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
 
 
 def check_output(output: Any) -> Output:
-    """The kind of images; None is "pil", as in diffusers.
+    """Check the kind of images; None is "pil", as in diffusers.
 
     Raises:
-        InputError: there is no such kind.
+        InputError: the kind is not known.
     """
     if output is None:
         return "pil"
@@ -232,7 +224,7 @@ def check_output(output: Any) -> Output:
 
 
 def as_output(result: Result, output: Output) -> Result:
-    """``result`` with images of a kind."""
+    """Return ``result`` with images of a kind."""
     if output == "pil":
         return result
     images: Any = result.latents if output == "latent" else result.pixels
@@ -240,11 +232,11 @@ def as_output(result: Result, output: Output) -> Result:
 
 
 def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], Any]:
-    """A callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, as one of canvax.
+    """Adapt a callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, to canvax.
 
     Its latents are [B, C, h, w], and scaled as those of diffusers' scheduler.
     """
-    check_step_end(callback)
+    check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
 
     def call(step: Step) -> Any:
         given = np.ascontiguousarray(np.moveaxis(step.latents, -1, 1)) / np.float32(step.scale)
@@ -261,17 +253,17 @@ def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], An
         if isinstance(returned, bool | np.bool_):
             return bool(returned)
         latents = as_latents(tensors["latents"] if returned is None else returned, given.shape)
-        same = np.array_equal(latents, given)  # to the bit, which a change of the scale may cost
+        same = np.array_equal(latents, given)  # changing the scale may change the last bit
         return None if same else np.moveaxis(latents, 1, -1) * np.float32(step.scale)
 
     return call
 
 
 def as_latents(returned: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """What a callback of diffusers returned, as latents [B, C, h, w] float32.
+    """Return the result of diffusers' callback as latents [B, C, h, w] float32.
 
     Raises:
-        InputError: it is something else.
+        InputError: the result is something else.
     """
     cure = f"return {{'latents': array}} with float [B, C, h, w] = {shape}, or False to stop"
     try:
@@ -285,7 +277,7 @@ def as_latents(returned: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _seeds(generator: Any) -> Any:
-    """The seed of a generator of PyTorch, or of each in a list."""
+    """Return the seed of a generator of PyTorch, or of each in a list."""
     if isinstance(generator, list | tuple):
         return [_seeds(generator_of_image) for generator_of_image in generator]
     if not (hasattr(generator, "initial_seed") and hasattr(generator, "get_state")):
@@ -301,7 +293,7 @@ def _seeds(generator: Any) -> Any:
 
 
 def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str, page: str = PAGE) -> Translate:
-    """How the keywords of a function that loads a model are translated, by ``table``; it has ``arguments``."""
+    """Make a translator of keywords by ``table``, for a function with ``arguments`` that loads a model."""
 
     def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         for name, value in renamed(own_keywords, others, table).items():
@@ -315,6 +307,5 @@ def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str
     return translate
 
 
-def translate_load(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of ``canvax.load``, given its ``arguments`` and ``others``."""
-    return loader(LOAD, tuple(declared(Load)), "an argument of canvax.load")(arguments, others)
+translate_load = loader(LOAD, tuple(declared(Load)), "an argument of canvax.load")
+"""The translator of the keywords of ``canvax.load``."""

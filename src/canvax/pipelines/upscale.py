@@ -1,4 +1,4 @@
-"""Enlarging an image: it is resized, then refined tile by tile at the size that the model was trained for."""
+"""Enlarge an image: resize it, then refine it tile by tile at the size that the model was trained for."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from canvax.settings import check_setting
 from canvax.types import HostArray
 
 STRENGTH = 0.3
-"""How much a model may change what it enlarges, if it does not say."""
+"""Default strength of enlarging, for models without a default."""
 
 
 def usual_strength(model: Model, steps: int | None) -> float:
-    """Return how much a model may change what it enlarges: no more than in a second pass, but one step at least."""
+    """Return the strength of enlarging: at most that of a second pass, but at least one step."""
     one_step = (1 + 1e-9) / (steps or model.defaults.num_inference_steps)
     return min(1.0, max(one_step, min(STRENGTH, model.defaults.hires_strength)))
 
@@ -62,7 +62,7 @@ def upscaled(
     seed = check_seed(seed)
     shown = "" if prompt else _prompt_of(image)
     tiles = Tiles(model, source, scale=how.scale, overlap=how.overlap, seed=seed, noise=options.noise, prompt=shown)
-    is_table = isinstance(keywords.get("sampler"), SamplerTable)  # which says by itself where it begins
+    is_table = isinstance(keywords.get("sampler"), SamplerTable)  # it begins at its first row
     strength = (
         how.strength
         if how.strength is not None or is_table
@@ -98,7 +98,7 @@ def upscaled(
 
 
 def tiles_shown(model: Model, images: list[Image.Image]) -> Any:
-    """Tiles as the control images of every network."""
+    """Return tiles as the control images of every network."""
     nets = [net for _, net in model.networks.controls]
     shown = [[{"tile": image} for image in images] if isinstance(net, UnionNet) else images for net in nets]
     return shown if len(shown) > 1 else shown[0]
@@ -108,7 +108,7 @@ def check_for_upscale(options: Options) -> None:
     """Refuse options that have no meaning for tiles.
 
     Raises:
-        InputError: naming them.
+        InputError: one is set.
     """
     names = ("hires", "outpaint", "padding_mask_crop", "denoising_start", "denoising_end")
     for name in sorted(options.changed_names().intersection(names)):
@@ -116,13 +116,13 @@ def check_for_upscale(options: Options) -> None:
 
 
 class Tile(NamedTuple):
-    """One of them.
+    """A tile of an image.
 
     Attributes:
-        row: of the pixel at which it begins.
-        column: likewise.
-        image: what is there, enlarged.
-        noise: for its run, float32 [h, w, C].
+        row: row of its first pixel.
+        column: column of its first pixel.
+        image: the enlarged image there.
+        noise: initial noise of its run, float32 [h, w, C].
     """
 
     row: int
@@ -132,10 +132,10 @@ class Tile(NamedTuple):
 
 
 def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
-    """Width and height of an image enlarged.
+    """Return width and height of an enlarged image.
 
     Raises:
-        InputError: ``scale`` is not in 1..16, or makes it too large.
+        InputError: ``scale`` is not in 1..16, or makes the image too large.
     """
     scale = check_setting(Enlarging, "scale", scale)
     width, height = (max(1, round(side * scale)) for side in source.size)
@@ -147,7 +147,7 @@ def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
 
 
 def _prompt_of(image: Any) -> str:
-    """The prompt that an image file, or an image of canvax, was generated with."""
+    """Return the prompt in the metadata of an image file or image."""
     if isinstance(image, str | Path):
         with open(image, "rb") as file:
             return prompt_in(file)
@@ -158,22 +158,22 @@ class Tiles:
     """An image, ``scale`` times as large, in tiles of the size that the model was trained for.
 
     Args:
-        model: decides the size of a tile and of its noise.
+        model: the model, which decides the size of a tile and of its noise.
         source: the image, RGB.
-        scale: how many times larger, 1..16.
-        overlap: pixels that neighbours share at least; None for three eighths of a tile.
-        seed: of the noise.
-        noise: its kind.
-        prompt: of the image, which is recorded where its tiles have none.
+        scale: factor of width and height, 1..16.
+        overlap: the fewest pixels that neighbours share; None for three eighths of a tile.
+        seed: seed of the noise.
+        noise: kind of the noise.
+        prompt: prompt of the image, which metadata record if the tiles have none.
 
     Attributes:
-        width: of the whole, in pixels.
-        height: likewise.
+        width: width of the whole, in pixels.
+        height: height of the whole, in pixels.
         places: row and column at which each tile begins.
-        large: the image, enlarged.
+        large: the enlarged image.
 
     Raises:
-        InputError: naming the argument, its value and the cure.
+        InputError: an argument cannot be used.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Tiles:
         tall, wide = self._size = model.native_size
         overlap = min(tall, wide) * 3 // 8 if overlap is None else check_count("overlap", overlap, min(tall, wide) // 2)
         self._overlap, self._factor = overlap, model.vae.factor
-        # A canvas of whole latents that holds a tile at least; what is added goes in the end.
+        # A canvas of whole latents that holds at least one tile; the padding is cut off at the end.
         sides = ((self.height, tall), (self.width, wide))
         self._sides = rows, columns = [max(math.ceil(side / self._factor) * self._factor, tile) for side, tile in sides]
         down, across = (starts(side, tile, overlap, self._factor) for side, tile in ((rows, tall), (columns, wide)))
@@ -211,13 +211,13 @@ class Tiles:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Tile:
-        """What is drawn of one. Neighbours have the same noise where they overlap, so that they agree there."""
+        """Return a tile. Neighbours have the same noise where they overlap, so that they agree there."""
         (row, column), (tall, wide), factor = self.places[index], self._size, self._factor
         noise = self._noise[row // factor : (row + tall) // factor, column // factor : (column + wide) // factor]
         return Tile(row, column, self.large.crop((column, row, column + wide, row + tall)), noise)
 
     def add(self, index: int, pixels: HostArray) -> None:
-        """Put in what became of one, float32 [tall, wide, C]. Any thread may."""
+        """Put in the pixels of a refined tile, float32 [tall, wide, C]; any thread may do this."""
         (row, column), (tall, wide), (rows, columns) = self.places[index], self._size, self._sides
         down, across = fade(row, tall, rows, self._overlap), fade(column, wide, columns, self._overlap)
         weight = down[:, None, None] * across[None, :, None]
@@ -232,7 +232,7 @@ class Tiles:
             self._weight[where] += weight
 
     def pixels(self) -> HostArray:
-        """The whole [height, width, C] float32; where no tile was put in yet, the image enlarged."""
+        """Return the whole [height, width, C] float32, with the enlarged image where a tile is missing."""
         with self._lock:
             if self._sum is None or self._weight is None:
                 whole = as_floats(self.large)
@@ -244,7 +244,7 @@ class Tiles:
         return np.ascontiguousarray(whole[: self.height, : self.width])
 
     def recorded(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Metadata of the whole from that of a tile."""
+        """Return the metadata of the whole from that of a tile."""
         shared = {
             name: value for name, value in metadata.items() if name != "control_sha256"
         }  # which is that of a tile
@@ -252,17 +252,17 @@ class Tiles:
 
 
 def starts(length: int, tile: int, overlap: int, step: int) -> list[int]:
-    """Where tiles begin that cover ``length`` and overlap by at least so much, each a multiple of ``step``."""
+    """Return the beginnings of tiles that cover ``length`` and overlap by at least so much, multiples of ``step``."""
     count = max(1, math.ceil((length - overlap) / (tile - overlap)))
     last = length - tile
     return sorted({round(last * i / max(1, count - 1) / step) * step for i in range(count)} | {0, last})
 
 
 def fade(start: int, tile: int, length: int, overlap: int) -> HostArray:
-    """Weights of a tile along one axis [tile] float32: 1, falling to almost nothing over the overlap with others.
+    """Return the weights of a tile along one axis [tile] float32: 1, falling to almost 0 over the overlap.
 
     A model draws the borders of a tile as those of an image, such as white margins, and its decoder pads them with
-    zeros. So the outermost pixels must weigh next to nothing: the weights fall as a squared sine.
+    zeros. So the outermost pixels must weigh almost nothing: the weights fall as a squared sine.
     """
     ramp = np.sin(np.pi / 2 * (np.arange(overlap, dtype=np.float32) + 0.5) / overlap) ** 2
     weight = np.ones(tile, np.float32)

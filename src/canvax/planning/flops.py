@@ -14,7 +14,6 @@ from canvax.compile.additions import ReadsReferences
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs
 from canvax.kernels.target import traced
-from canvax.models.denoiser import evaluate
 from canvax.params import Params
 from canvax.quantize import compute_dtype
 
@@ -36,7 +35,8 @@ def evaluation_flops(
     guided: bool,
     references: tuple[tuple[int, int], ...] = (),
 ) -> float:
-    """Count the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C]; guidance doubles the batch.
+    """Count the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C], without what is done once before the
+    loop; guidance doubles the batch.
 
     ``params`` are arrays, or their shapes and dtypes; ``references`` are heights and widths of reference images.
     """
@@ -46,12 +46,15 @@ def evaluation_flops(
     program = programs.wanted(params, samples, kinds)[DENOISERS[False]]
     conditions = program.inputs[0].flight.prompts[0]
 
-    def network(params: Params, x: Any, timestep: Any, conditions: Any) -> Any:
-        return evaluate(denoiser, params, x, timestep, conditions)
+    loop = programs.networks.packing.shape(samples)
+
+    def network(params: Params, x: Any, timestep: Any, prepared: Any) -> Any:
+        return denoiser.apply(params, x, {"timestep": timestep}, prepared, None)
 
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[denoiser.component])
-    x = jax.ShapeDtypeStruct(samples, compute_dtype(params[denoiser.component]))
-    return count_flops(network, weights, x, jax.ShapeDtypeStruct(samples[:1], jnp.float32), conditions)
+    prepared = jax.eval_shape(lambda params, given: denoiser.prepare(params, given, loop), weights, conditions)
+    x = jax.ShapeDtypeStruct(loop, compute_dtype(params[denoiser.component]))
+    return count_flops(network, weights, x, jax.ShapeDtypeStruct(samples[:1], jnp.float32), prepared)
 
 
 def _count(jaxpr: Any) -> float:

@@ -54,12 +54,15 @@ class Job:
             same["quantize"] = self.quantize
         networks, size = self.model, {"height": self.height, "width": self.width}
         if program == "encode":
-            return same | {"text": repr(networks.text)}
+            return same | {"text": repr(networks.text.seeing(self.references))}
         if program == "decode":
             return same | size | {"vae": repr(networks.vae), "packing": repr(networks.packing)}
         if program != "denoise":
             return same | {"vae": repr(networks.vae)}
-        denoiser: dict[str, Any] = {"text": repr(networks.text), "denoiser": repr(networks.denoiser)}
+        denoiser: dict[str, Any] = {
+            "text": repr(networks.text.seeing(self.references)),
+            "denoiser": repr(networks.denoiser),
+        }
         if self.references:
             denoiser["references"] = networks.room(self.references)
         return same | size | denoiser | {"guided": self.guided}

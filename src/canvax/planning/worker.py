@@ -68,10 +68,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _memory_fault(error: Exception) -> str:
-    return _first_line(error).removeprefix("RESOURCE_EXHAUSTED: ").removesuffix(".")
-
-
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     """Compile a program and return its figures, the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
@@ -86,7 +82,8 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"compile_seconds": time.perf_counter() - began, "refused": _memory_fault(error)}
+        fault = _first_line(error).removeprefix("RESOURCE_EXHAUSTED: ").removesuffix(".")
+        return {"compile_seconds": time.perf_counter() - began, "refused": fault}
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text(), compiled.memory_analysis()
     target = parse_target(job.target)
@@ -118,15 +115,16 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
 def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tuple[int, int, int, int]) -> float:
     """Count the FLOPs of an evaluation of a program on the whole batch."""
     model, shape = job.model, jax.ShapeDtypeStruct
+    kinds = Kinds().adding(job.references and ReadsReferences(job.references))
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":
-            inputs = programs.wanted(params, latents)["text encoder"].inputs
-            return count_flops(partial(encode_text, cfg=model.text), params, *inputs)
+            encode = programs.wanted(params, latents, kinds)["text encoder"]
+            return count_flops(partial(encode_text, cfg=model.text.seeing(job.references)), params, *encode.inputs)
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
         if name == "denoise":
             return evaluation_flops(programs, params, latents, guided=job.guided, references=job.references)
-        encoder = programs.wanted(params, latents, Kinds().adding(ReadsReferences(job.references)))[name]
+        encoder = programs.wanted(params, latents, kinds)[name]
         return count_flops(encoder.function, params["vae"], *encoder.inputs)
 
 

@@ -230,9 +230,9 @@ def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timestep
     raise InputError("beta_schedule", "is not known", cure=nearest(str(kind), BETA_SCHEDULES), value=kind)
 
 
-def _betas_of(remaining: np.ndarray, largest: float = 0.999) -> np.ndarray:
-    """Return the betas whose cumulative product of 1 - beta follows `remaining` [n + 1], clamped to `largest`."""
-    return np.minimum(1.0 - remaining[1:] / remaining[:-1], largest)
+def _betas_of(remaining: np.ndarray) -> np.ndarray:
+    """Return the betas, at most 0.999, whose cumulative product of 1 - beta follows `remaining` [n + 1]."""
+    return np.minimum(1.0 - remaining[1:] / remaining[:-1], 0.999)
 
 
 def rescaled_to_zero_terminal_snr(alphas_cumprod: np.ndarray) -> np.ndarray:

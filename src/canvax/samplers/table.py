@@ -158,6 +158,11 @@ class SamplerTable:
         out["guidance"][filled:] = 1.0
         return out
 
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return all rows as ``canvax.rollout`` reads them, each [R, ...], with the number ``init_scale``."""
+        levels = {name: np.asarray(getattr(self, name), np.float32) for name in ("alpha", "std", "init_scale")}
+        return {**self.window(0, len(self)), **levels}
+
 
 _NO_ROWS: dict[str, Any] = {name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS}
 EMPTY = SamplerTable(**_NO_ROWS)

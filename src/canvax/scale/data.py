@@ -179,7 +179,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
             except ray.exceptions.RayError as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 why = next((line for line in reversed(lines) if "Error: " in line), lines[-1])
-                raise CanvaxError(f"the job ended on the cluster ({why}); the same command goes on") from error
+                raise CanvaxError(f"the job ended on the cluster ({why}); the same command resumes it") from error
             ray.shutdown()
 
     return generate

@@ -97,7 +97,7 @@ def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: C
         if meant in known:
             continue
         if name == "options":
-            raise InputError('options: write its fields beside the prompt, {"prompt": "a cat", "clip_skip": 1}')
+            raise InputError('options: write its fields next to the prompt, {"prompt": "a cat", "clip_skip": 1}')
         if "prompt" not in {*names, *defaults} and not did_you_mean(name, [*NAMES, *CALL]):
             strange = " or ".join(repr(column[:40]) for column in names if column not in known | CALL.keys())
             raise InputError(f"there is no prompt: its column is called 'prompt'; is it in {strange or repr(name)}?")

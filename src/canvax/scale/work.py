@@ -89,7 +89,7 @@ def _with_references(image: str | None, references: Any) -> tuple[str, ...]:
     if wrong := [file for file in files if not isinstance(file, str)]:
         raise InputError("reference", "is not the name of a file", value=wrong[0])
     if image is None:
-        raise InputError("reference", "is beside another image", cure="name the first one with {image}", value=files[0])
+        raise InputError("reference", "is a further image", cure="name the first one with {image}", value=files[0])
     return image, *files
 
 

@@ -1,6 +1,6 @@
 """AUTOMATIC1111's API, /sdapi/v1: what Open WebUI, SillyTavern and webuiapi speak.
 
-Prompts are read with that program's brackets. A client (an API key and an address) sees and stops only its jobs.
+Prompts are read with the brackets of AUTOMATIC1111. A client (an API key and an address) sees and stops only its jobs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -35,6 +35,7 @@ from canvax.server.answers import (
     asked,
     cancelled,
     client_of,
+    completed,
     decoding,
     encoded,
     error_headers,
@@ -48,7 +49,7 @@ from canvax.server.answers import (
     without_none,
 )
 from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
-from canvax.server.images_in import MOST_PIXELS, Pixels, bytes_of_text, colours, image_of_text, white_mask
+from canvax.server.images_in import MOST_PIXELS, Pixels, bytes_of_text
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
 from canvax.server.part_cache import CONTROLNET
 from canvax.server.paths import ApiPath, Operation
@@ -71,7 +72,7 @@ _FIELDS = {
     "control_start": "guidance_start",
     "control_end": "guidance_end",
 }
-"""What an argument of ``JobRequest`` is called here."""
+"""Arguments of ``JobRequest``, and their names in this API."""
 _RESIZES = {
     "None": Image.Resampling.LANCZOS,
     "Lanczos": Image.Resampling.LANCZOS,
@@ -102,7 +103,7 @@ _EMPTY: dict[str, Any] = {
 
 
 PREVIEWS = 6
-"""Of each image, while its client asks for them: about every second."""
+"""Previews of each image while its client asks for them: about one each second."""
 _FILLS = ("fill", "original", "noise", "nothing")
 _CHURN = (("s_churn", 0.0), ("s_tmin", 0.0), ("s_tmax", 0.0), ("s_noise", 1.0))
 """And what clients send that mean nothing by it."""
@@ -110,7 +111,7 @@ _UPSCALERS = ("", "none", "latent", "latent (nearest-exact)", "latent (bicubic)"
 """Ways of enlarging a first pass that are those of canvax, or so near that the second pass levels them."""
 _SAME = ("", "use same sampler")
 _ENLARGED = 0.3
-"""How much of an enlarged image is generated anew: detail, and no other things."""
+"""Share of an enlarged image that is generated anew: enough for detail, too little for other objects."""
 _MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "canny": ("canny", ("low", "high")),
     "invert": ("invert", ()),
@@ -298,13 +299,13 @@ class _Running:
 
 @dataclass
 class _Session:
-    """The engine as these clients see it: one model that is loaded, one job that runs.
+    """An engine as these clients see it: with one loaded model and one running job.
 
     Attributes:
-        engine: what generates.
-        running: by the ids of their jobs, oldest first.
-        chosen: the model that each client chose, by the id of its key.
-        kept: likewise the settings that stand in for those that a request does not override.
+        engine: the engine.
+        running: the running jobs by id, oldest first.
+        chosen: the model that each client chose, by the id of the client's key.
+        kept: settings that each client chose, by the same id. A request can override them.
     """
 
     engine: Engine
@@ -313,12 +314,12 @@ class _Session:
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def card(self, client: str, *names: Any) -> ModelCard:
-        """The model by the first of these names that is known, or the one that the client chose, or the default."""
+        """Return the model of the first known name, else the one that the client chose, else the default."""
         known = (self.called(name) for name in (*names, self.chosen.get(client)))
         return next((card for card in known if card), self.engine.models()[0])
 
     def called(self, name: Any) -> ModelCard | None:
-        """The model of this name, title or hash; a file's name may have its ending, and folders before it."""
+        """Return the model with this name, title or hash. A file name may have its extension and its folders."""
         if not name:
             return None
         cards = self.engine.models()
@@ -332,11 +333,11 @@ class _Session:
         return like[0] if len(like) == 1 else None
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
-        """The job of a client that runs, or waits longest."""
+        """Return the client's running job, else the job that waits longest."""
         jobs = [running for running in self.running.values() if running.owner == owner and not running.job.status.over]
         return min(jobs, key=lambda running: running.job.status is not Status.RUNNING, default=None)
 
-    async def generate(self, request: Request, kind: type[TextToImage]) -> Response:
+    async def generate(self, kind: type[TextToImage], request: Request) -> Response:
         body = await read_json(request, kind, status=422, strict=False)
         client, owner = client_of(request), _owner(request)
         chosen = (body.override_settings or {}).get("sd_model_checkpoint")
@@ -363,21 +364,13 @@ class _Session:
         answer = {"images": images, "parameters": parameters_of(body), "info": info}
         return json_answer(answer, model_header(job))
 
-    async def text_to_image(self, request: Request) -> Response:
-        return await self.generate(request, TextToImage)
-
-    async def image_to_image(self, request: Request) -> Response:
-        return await self.generate(request, ImageToImage)
-
     async def enlarge(self, request: Request) -> Response:
-        """An image made larger: resized, or by the model, tile by tile."""
+        """Enlarge an image: resize it, or generate its detail tile by tile."""
         body, client = await read_json(request, Enlargement, status=422, strict=False), client_of(request)
         if body.upscaler_1 != _BY_THE_MODEL:
             return json_answer({"html_info": "", "image": await decoding(_resized, body)})
         job = await asked(request, self.engine, enlargement_of, body, self.card(client), client)
-        await settled(request, job, lambda event: None)
-        if job.status is not Status.DONE:
-            raise failure(job)
+        await completed(request, job)
         return json_answer({"html_info": "", "image": job.pictures[0].data}, model_header(job))
 
     async def progress(self, request: Request) -> Response:
@@ -413,10 +406,10 @@ class _Session:
         )
 
     async def choose(self, request: Request) -> Response:
-        """Options for this client's next images: the model, the VAE, the clip skip. Others change nothing.
+        """Set the model, the VAE and the clip skip of this client's next images; ignore settings that have no effect.
 
         Raises:
-            Rejected: one would change images in A1111 and cannot here.
+            Rejected: a setting changes images in A1111 and is not supported here.
         """
         body, client = await read_json(request, Settings, status=422, strict=False), client_of(request)
         for name in _not_applied(msgspec.structs.asdict(body)):
@@ -443,7 +436,7 @@ class _Session:
         return json_answer([{"model_name": name, "filename": name} for name in names])
 
     async def controlnets(self, request: Request) -> Response:
-        """The networks of the start, and those of the folder of models that a unit may name."""
+        """Return the networks of the start, and those of the folder of models that a unit may name."""
         card = self.card(client_of(request))
         names = [net.name for net in (*card.controls, *card.controlnets) if not net.fault]
         return json_answer({"model_list": list(dict.fromkeys(names))})
@@ -453,8 +446,8 @@ class _Session:
         listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
         return json_answer(listed)
 
-    async def refresh_adapters(self, request: Request) -> Response:
-        await reading(partial(self.engine.adapters, self.card(client_of(request)).id, refresh=True))
+    async def refresh(self, kind: Literal["adapters", "embeddings"], request: Request) -> Response:
+        await reading(partial(getattr(self.engine, kind), self.card(client_of(request)).id, refresh=True))
         return json_answer(None)
 
     async def embeddings(self, request: Request) -> Response:
@@ -466,16 +459,12 @@ class _Session:
             kinds["skipped" if card.fault else "loaded"][card.name] = entry
         return json_answer(kinds)
 
-    async def refresh_embeddings(self, request: Request) -> Response:
-        await reading(partial(self.engine.embeddings, self.card(client_of(request)).id, refresh=True))
-        return json_answer(None)
-
     async def models(self, _: Request) -> Response:
         return json_answer([_described(card) for card in self.engine.models()])
 
 
 def routes(engine: Engine) -> list[ApiPath]:
-    """The routes, which these clients expect at the root of the server."""
+    """Return the paths, which these clients expect at the root of the server."""
     session = _Session(engine)
     nothing, ask, read = Operation(_always(None)), "as A1111's clients ask.", "as A1111's clients read them."
     both, made = f"Images of a prompt and an image, {ask}", "How an image was made, as A1111's clients read it."
@@ -490,15 +479,17 @@ def routes(engine: Engine) -> list[ApiPath]:
         "sd-vae": Operation(session.autoencoders, f"VAEs that requests may name, {read}"),
     }
     posts = {
-        "txt2img": Operation(session.text_to_image, f"Images of a prompt, {ask}", TextToImage, images=True),
-        "img2img": Operation(session.image_to_image, both, ImageToImage, images=True),
+        "txt2img": Operation(
+            partial(session.generate, TextToImage), f"Images of a prompt, {ask}", TextToImage, images=True
+        ),
+        "img2img": Operation(partial(session.generate, ImageToImage), both, ImageToImage, images=True),
         "extra-single-image": Operation(session.enlarge, f"An image made larger, {ask}", Enlargement, images=True),
         "options": Operation(session.choose, "Choose the model, as A1111's clients do.", Settings),
         "png-info": Operation(_png_info, made, ImageInfo, images=True),
         "interrupt": Operation(session.interrupt, "Cancel the job that runs, as A1111's clients do."),
         "skip": Operation(session.interrupt, "Cancel the job that runs, as `interrupt` does."),
-        "refresh-loras": Operation(session.refresh_adapters, "Look for new adapters."),
-        "refresh-embeddings": Operation(session.refresh_embeddings, "Look for new embeddings."),
+        "refresh-loras": Operation(partial(session.refresh, "adapters"), "Look for new adapters."),
+        "refresh-embeddings": Operation(partial(session.refresh, "embeddings"), "Look for new embeddings."),
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
     }
     modules = _always({"module_list": ["none", *_MODULES]})
@@ -512,7 +503,7 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 
 def error(refused: Rejected, request_id: str) -> Response:
-    """A refusal as these clients read it."""
+    """Format a refusal for these clients."""
     headers = error_headers(refused, request_id)
     if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="canvax", charset="UTF-8"'
@@ -521,7 +512,7 @@ def error(refused: Rejected, request_id: str) -> Response:
         message = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), message)
         message += "; in override_settings it is called CLIP_stop_at_last_layers"
     content = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
-    return Response(encoded(content), refused.status, headers, media_type="application/json")
+    return json_answer(content, headers, refused.status)
 
 
 def _always(value: Any) -> Callable[[Request], Any]:
@@ -534,7 +525,7 @@ def _always(value: Any) -> Callable[[Request], Any]:
 
 
 def _owner(request: Request) -> tuple[str, str]:
-    """Who may see and stop a job: without keys, those at the same address."""
+    """Return who may see and stop a job: without keys, the clients with the same address."""
     return client_of(request), request.client.host if request.client else ""
 
 
@@ -547,12 +538,12 @@ def _names(card: ModelCard) -> tuple[str, ...]:
 
 
 def _parts(name: str) -> list[str]:
-    """Folders and name of a file as A1111 writes them: ``sd15\\deliberate_v2.safetensors [4b56e31647]``."""
+    """Split a file name as A1111 writes it into folders and name: ``sd15\\deliberate_v2.safetensors [4b56e31647]``."""
     return stem_of(re.sub(r" \[[0-9a-f]{10}\]$", "", name.strip())).replace("\\", "/").split("/")
 
 
 def _is_called(card: ModelCard, wanted: list[str]) -> bool:
-    """Whether the parts of a name are those of the model's file: one of them may begin at a folder farther above."""
+    """Check if the parts of a name are those of the model's file. Either may begin at a folder farther up."""
     parts = _parts(card.file or card.id)
     shorter = min(len(parts), len(wanted))
     return wanted == _parts(card.id) or wanted[-shorter:] == parts[-shorter:]
@@ -615,7 +606,7 @@ async def _png_info(request: Request) -> Response:
 
 
 def _read_info(text: str) -> dict[str, Any]:
-    """What an image says of its making; empty where it says nothing, as there."""
+    """Return the settings that an image contains; with empty values, as A1111 does, if it has none."""
     data = bytes_of_text("image", text)
     try:
         with Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:  # no pixel is decoded
@@ -630,7 +621,7 @@ def _read_info(text: str) -> dict[str, Any]:
 
 
 def _named(info: str) -> dict[str, str]:
-    """The settings of a text under their names in it."""
+    """Return the settings of an infotext by their names in it."""
     prompt, negative, settings = parts_of(info)
     width, _, height = settings.pop("Size", "").partition("x")
     size = {"Size-1": width, "Size-2": height} if height else {}
@@ -638,16 +629,16 @@ def _named(info: str) -> dict[str, str]:
 
 
 def request_of(body: TextToImage, card: ModelCard, client: str, kept: Mapping[str, Any] | None = None) -> JobRequest:
-    """What a body asks for. Decodes its images, so it is called off the event loop.
+    """Make a job request of a body. Call this off the event loop: it decodes images.
 
     Args:
-        body: of the request.
-        card: of the model.
-        client: the id of its key.
-        kept: settings that the client made before.
+        body: the body of the request.
+        card: the model's card.
+        client: the id of the client's key.
+        kept: settings that the client chose before.
 
     Raises:
-        Rejected: naming the field.
+        Rejected: a field cannot be used.
     """
     _check_offered(body)
     sampler = body.sampler_name or body.sampler_index or None
@@ -704,7 +695,7 @@ def request_of(body: TextToImage, card: ModelCard, client: str, kept: Mapping[st
 
 
 def _check_offered(body: TextToImage) -> None:
-    """Refuse what would change the image and is not there, in place of leaving it out."""
+    """Refuse options that would change the image and are not offered."""
     if body.enable_hr:
         for name, plain in (("hr_negative_prompt", ""), ("hr_scheduler", None), ("hr_checkpoint_name", None)):
             value = getattr(body, name) or ""
@@ -723,10 +714,10 @@ def _check_offered(body: TextToImage) -> None:
 
 
 def _controls(body: TextToImage, card: ModelCard, image: Image.Image | None) -> dict[str, Any]:
-    """Fields of a request for the units of the ControlNet extension; {} without any that is on.
+    """Return the fields of a job request for the active units of the ControlNet extension; {} if there are none.
 
     Raises:
-        Rejected: a unit lacks its image or its model, or asks for what is not there.
+        Rejected: a unit has no image or no model, or an option that is not offered.
     """
     scripts = (script.args for name, script in (body.alwayson_scripts or {}).items() if name.lower() == CONTROLNET)
     try:
@@ -761,7 +752,7 @@ def _controls(body: TextToImage, card: ModelCard, image: Image.Image | None) -> 
 def _shown(
     unit: ControlUnit, name: str, card: ModelCard, pixels: Pixels, image: Image.Image | None, size: tuple[int, int]
 ) -> Any:
-    """The control image of a unit; where it has none, the ``image`` of img2img. Of a ControlNet-Union with its type."""
+    """Return a unit's control image, by default the ``image`` of img2img; for a ControlNet-Union with its type."""
     for left_out in ("mask", "mask_image", "effective_region_mask", "advanced_weighting"):
         if getattr(unit, left_out):
             raise _of_unit(f"has a {left_out}, which is not offered by this server; leave it out")
@@ -794,7 +785,7 @@ def _of_unit(why: str) -> Rejected:
 
 
 def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str, Any]]:
-    """Names and values of ``canvax.Options``."""
+    """Yield names and values of ``canvax.Options``."""
     named = body.sampler_name or body.sampler_index
     # There as here a curve in the sampler's name wins, and samplers that take no curve leave the scheduler unread.
     open_to_curves = (spec is None or spec.curves) and not (named and spec and "sigmas" in find(named)[1])
@@ -804,7 +795,7 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
         except InputError:
             raise _refused("scheduler", f"{body.scheduler!r} is not known; /sdapi/v1/schedulers lists them") from None
     # webuiapi sends eta 1 with every request. That is what the ancestral samplers do anyway, and would turn DDIM into
-    # another sampler, which nobody asked for. Where someone chose another value, samplers that have an eta take it.
+    # another sampler, which the client did not mean. With another value, samplers that have an eta take it.
     if body.eta not in (None, 1.0) and spec is not None and spec.eta:
         yield "eta", body.eta
     churn = {name: value for name, usual in _CHURN if (value := getattr(body, name)) not in (None, usual)}
@@ -832,7 +823,7 @@ def _not_applied(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _second_pass(body: TextToImage, card: ModelCard) -> dict[str, Any]:
-    """What the hires fix is in ``canvax.Options``; what is not sent is as AUTOMATIC1111 has it."""
+    """Return the hires fix as ``canvax.Options``; omitted fields have the defaults of AUTOMATIC1111."""
     width, height = body.width or card.size[0], body.height or card.size[1]
     by_side = [new / old for new, old in ((body.hr_resize_x, width), (body.hr_resize_y, height)) if new]
     if len(by_side) == 2 and abs(by_side[0] - by_side[1]) > 0.01:
@@ -852,10 +843,10 @@ def _second_pass(body: TextToImage, card: ModelCard) -> dict[str, Any]:
 
 
 def enlargement_of(body: Enlargement, card: ModelCard, client: str) -> JobRequest:
-    """What a body of extra-single-image asks for. Decodes its image, so it is called off the event loop.
+    """Make a job request of a body of extra-single-image. Call this off the event loop: it decodes an image.
 
     Raises:
-        Rejected: naming the field.
+        Rejected: a field cannot be used.
     """
     image = _source(body)
     return JobRequest(
@@ -865,15 +856,15 @@ def enlargement_of(body: Enlargement, card: ModelCard, client: str) -> JobReques
 
 
 def _source(body: Enlargement) -> Image.Image:
-    """The image of extra-single-image."""
+    """Return the image of extra-single-image."""
     for name in ("resize_mode", "gfpgan_visibility", "codeformer_visibility", "extras_upscaler_2_visibility"):
         if getattr(body, name):
             raise _refused(name, "is not offered by this server; send 0")
-    return colours("image", image_of_text("image", body.image))
+    return Pixels().read("image", body.image)
 
 
 def _resized(body: Enlargement) -> bytes:
-    """The image of extra-single-image as a PNG, resized by an upscaler that needs no model."""
+    """Return the image of extra-single-image as a PNG, resized by an upscaler without a model."""
     method = next((way for name, way in _RESIZES.items() if name.lower() == body.upscaler_1.lower()), None)
     if method is None:
         there = ", ".join((*_RESIZES, _BY_THE_MODEL))
@@ -888,7 +879,7 @@ def _resized(body: Enlargement) -> bytes:
 
 
 def spec_of(sampler: str | None) -> SamplerSpec | None:
-    """The sampler of this name, if there is one."""
+    """Return the sampler of a name, or None."""
     try:
         return find(sampler)[0] if sampler else None
     except InputError:
@@ -896,9 +887,9 @@ def spec_of(sampler: str | None) -> SamplerSpec | None:
 
 
 def _source_images(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
-    """Image and mask, in which white is generated anew."""
-    image = colours("init_images", image_of_text("init_images", body.init_images[0]))
-    mask = white_mask("mask", image_of_text("mask", body.mask)) if body.mask else None
+    """Return the image and the mask, in which white is generated anew."""
+    image = Pixels().read("init_images", body.init_images[0])
+    mask = Pixels().read("mask", body.mask, grey=True) if body.mask else None
     if mask is not None and mask.size != image.size:
         mask = mask.resize(image.size, Image.Resampling.LANCZOS)
     if mask is not None and body.inpainting_mask_invert:
@@ -915,7 +906,7 @@ def _source_images(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]
 
 
 def _mask_options(body: ImageToImage) -> dict[str, Any]:
-    """What is not sent is as AUTOMATIC1111 has it."""
+    """Return the options of a mask; omitted fields have the defaults of AUTOMATIC1111."""
     blur = next((value for value in (body.mask_blur, body.mask_blur_x) if value is not None), 4.0)
     options: dict[str, Any] = {"mask_blur": blur, "mask_fill": _FILLS[body.inpainting_fill or 0]}
     if body.inpaint_full_res is not False:
@@ -928,7 +919,7 @@ def _refused(param: str, why: str) -> Rejected:
 
 
 def parameters_of(body: TextToImage) -> dict[str, Any]:
-    """What was asked for, given back without fields that nobody knows, and, as there, without images unless asked."""
+    """Return the fields of a request that A1111's answers contain: no unknown ones, and images only if asked for."""
     fields = msgspec.structs.asdict(body)
     images = () if fields.get("include_init_images") else ("init_images", "mask")
     left_out = (*images, "model", "alwayson_scripts")
@@ -936,7 +927,7 @@ def parameters_of(body: TextToImage) -> dict[str, Any]:
 
 
 def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture]) -> str:
-    """The JSON text about the images that clients read seeds and settings from."""
+    """Return the JSON text that clients read seeds and settings of the images from."""
     job_request = job.request
     sampler = job_request.sampler or card.sampler or ""
     spec = spec_of(sampler)

@@ -1,8 +1,8 @@
-"""The adapters of a server: files that clients may name, and which of them lie beside a model's weights at the moment.
+"""The adapters of a server: the files that clients may name, and the ones that are next to a model's weights now.
 
-A file is read in the thread of whoever asks for it first, and kept as places have it. An image that begins has its
-adapters put into places; there they stay until it is over, then until another image needs the place. So nothing is
-compiled, and images with different adapters are in one batch.
+A file is read in the thread of the first request that names it, and kept on the host in the layout of the slots. When
+an image begins, its adapters are written into slots. They stay there until the image is over, and after that until
+another image needs the slot. So nothing is compiled, and images with different adapters are in one batch.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from canvax.weights.open import LORA_FILES, find_adapter
 from canvax.weights.safetensors import open_safetensors
 
 KEPT = 2 << 30
-"""Bytes of adapters that are kept on the host though no image wants them."""
+"""Bytes of unused adapters that are kept on the host."""
 
 _USUAL_RANK, _MOST_RANK = 16, 128
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What an operator decides.
+    """The operator's settings.
 
     Attributes:
-        folder: of files that clients may name; None for ``files`` alone.
-        files: that are read before the first request.
-        rank: of the places; None for the largest that the files have.
-        places: adapters beside the weights at a time.
-        layers: that have places; None for those that the files change, as one of ``canvax.models.beside.LAYERS``.
+        folder: files that clients may name; None for ``files`` alone.
+        files: files that are read before the first request.
+        rank: rank of the slots; None for the largest rank of the files.
+        places: number of slots: adapters next to the weights at a time.
+        layers: layers with slots, one of ``canvax.models.beside.LAYERS``; None for the layers that the files change.
     """
 
     folder: Path | None = None
@@ -88,10 +88,10 @@ Wanted = Mapping[Entry, Weights]
 
 
 class Slots:
-    """Which adapter is in which place, and which of them images in the batch hold. No JAX.
+    """The adapter in each slot, and the adapters that images in the batch hold. No JAX.
 
     Args:
-        count: of the places.
+        count: number of slots.
     """
 
     def __init__(self, count: int) -> None:
@@ -101,23 +101,23 @@ class Slots:
         self._lock = threading.Lock()
 
     def fit(self, wanted: Wanted) -> bool:
-        """Whether there are places for the adapters of an image that begins."""
+        """Check if there are slots for the adapters of an image that begins."""
         with self._lock:
             return len({*self._pins, *wanted}) <= self.count
 
     def pin(self, wanted: Wanted) -> None:
-        """An image begins: its adapters stay until it is over."""
+        """Keep the adapters of an image in their slots until it is over."""
         with self._lock:
             self._pins.update(wanted.keys())
 
     def unpin(self, wanted: Wanted) -> None:
-        """It is over."""
+        """Release the adapters of an image that is over."""
         with self._lock:
             self._pins.subtract(wanted.keys())
             self._pins += Counter()  # without those that are not pinned any more
 
     def place(self, wanted: Wanted, put: Callable[[int, Entry], None]) -> None:
-        """Give the adapters of an image places; ``put`` writes the weights of those that are in none."""
+        """Give the adapters of an image slots; ``put`` writes the weights of those that have none."""
         for entry in wanted:
             if entry in self.held:
                 self.held.move_to_end(entry)
@@ -161,7 +161,7 @@ class AdapterCache:
         self._files = AdapterFiles(self._settings.folder, self._settings.files)
 
     def summary(self) -> str:
-        """For people: what there is, and what it costs."""
+        """Return a line for the operator: how many adapters there are, and the memory of the slots."""
         places, size = self.bank.places, self.bank.bytes / (1 << 20)
         return (
             f"{len(self._files.paths)} adapters may be named; {places.count} places of rank {places.rank}, layers: "
@@ -169,13 +169,13 @@ class AdapterCache:
         )
 
     def cards(self) -> list[AdapterCard]:
-        """The files that can be adapters of this model by their headers, for clients."""
+        """Return the files that are adapters of this model by their headers."""
         files = self._files
         cards = [AdapterCard(name, files.aliases[name] or name, path.name) for name, path in files.paths.items()]
         return [card for card in cards if self._fits(files.paths[card.name])]
 
     def _fits(self, path: Path) -> bool:
-        """Whether a file has the names of an adapter and reads text of this model's width."""
+        """Check if a file has the names of an adapter and reads text of this model's width."""
         try:
             changed = path.stat().st_mtime
             if self._fitting.get(path, (0.0, False))[0] != changed:
@@ -187,10 +187,10 @@ class AdapterCache:
         return self._fitting[path][1]
 
     def read(self, name: str) -> Entry:
-        """An adapter by its name, or the one that its trainer gave it. No path is made of a name.
+        """Read an adapter by its name, or by the name that its trainer gave it. No path is made of a name.
 
         Raises:
-            Rejected: there is none, there are several, or it cannot be beside the weights of this model.
+            Rejected: no adapter or several have the name, or it does not fit this model.
         """
         files = self._files
         names = files.matches(name)
@@ -215,10 +215,10 @@ class AdapterCache:
             return entry
 
     def _read(self, name: str, path: Path) -> Entry:
-        """From its file.
+        """Read an adapter from its file.
 
         Raises:
-            CheckpointError, InputError: it cannot be used.
+            CheckpointError, InputError: the file cannot be used.
         """
         (file, *_), config = find_adapter(Location(path), LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
@@ -230,10 +230,10 @@ class AdapterCache:
         return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), self.bank.pack(name, adapter))
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
-        """A prompt without the adapters that it names, and all that an image has: these, and those of a request.
+        """Return a prompt without its adapter tags, and the adapters of the tags and of the request.
 
         Raises:
-            Rejected: naming the field and the cure.
+            Rejected: an adapter or a weight cannot be used.
         """
         components = self.bank.components
         try:
@@ -257,7 +257,7 @@ class AdapterCache:
     # What follows is the engine's.
 
     def shares(self, wanted: Wanted) -> Shares:
-        """How much of each place an image has, whose adapters are put there if they are not yet."""
+        """Put an image's adapters into slots if they are not there, and return its share of each slot."""
         self.slots.place(wanted, lambda place, entry: self.bank.put(place, entry.packed))
         weights = share_rows(
             [{entry.name: weight for entry, weight in wanted.items()}],
@@ -276,7 +276,7 @@ class AdapterCache:
         return Shares(self.bank.places, self.bank.arrays, weights, [records])
 
     def beside(self, params: Params) -> Params:
-        """Parameters with the places, for the programs."""
+        """Return parameters with the slots, for the programs."""
         return {**params, ADAPTERS: self.bank.arrays}
 
     def take_off(self) -> None:
@@ -291,7 +291,7 @@ class AdapterCache:
 
 
 def _looked_at(model: Model, files: Iterable[Path]) -> tuple[set[int], str]:
-    """The ranks of files and which layers they change, by their headers; without files, all."""
+    """Return the ranks of files and the layers that they change, from their headers; all layers without files."""
     specs = {part: spec for part, spec in model.networks.specs().items() if part != "vae"}
     table, ranks, changed = module_table(specs), set[int](), set[Module]()
     for path in files:

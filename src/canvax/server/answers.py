@@ -1,4 +1,4 @@
-"""What the protocols share: bodies that are read and checked, jobs that are waited for, answers that are written."""
+"""Code that all protocols share: reading and checking bodies, waiting for jobs, writing answers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 PAUSE = 15.0
 """Seconds of silence after which a stream says that it is alive: proxies give up after 60."""
 MOST_FILES, MOST_FIELDS, LONGEST_FIELD = 16, 100, 1 << 20
-"""Of a form."""
+"""Limits of a form."""
 
 MOST_VALUES = 100_000
-"""Of a body of JSON: each takes far more memory than its bytes."""
+"""Limit of a JSON body: each value takes far more memory than its bytes."""
 
 DECODERS = 4
 """Images that are decoded at the same time: each may take a few hundred megabytes meanwhile."""
@@ -54,21 +54,21 @@ _FIELD = re.compile(r"(missing required|unknown) field `([^`]*)")
 _BYTE = re.compile(r"\(byte (\d+)\)")
 _STATUSES = {"cancelled": 409, "timeout": 504, "deadline": 504, "too_late": 504, "out_of_memory": 503, "draining": 503,
              "model_unavailable": 503}  # fmt: skip
-"""Of a job that failed, by its code; 500 for others."""
+"""HTTP status of a failed job by its code; 500 for other codes."""
 
 
 def client_of(request: Request) -> str:
-    """Who asks: the id of an API key, or "" without one."""
+    """Return the client: the id of an API key, or "" without a key."""
     return getattr(request.state, "client", "")
 
 
 def request_id_of(request: Request) -> str:
-    """What the request is called in logs and answers."""
+    """Return the id of the request in logs and answers."""
     return getattr(request.state, "request_id", "") or uuid.uuid4().hex
 
 
 def answering(error: Callable[[Rejected, str], Response], endpoint: Endpoint) -> Endpoint:
-    """The endpoint, whose refusals are answered in the form of its API."""
+    """Return an endpoint whose refusals are answered in the format of its API."""
 
     @wraps(endpoint)
     async def answered(request: Request) -> Response:
@@ -76,17 +76,17 @@ def answering(error: Callable[[Rejected, str], Response], endpoint: Endpoint) ->
             return await endpoint(request)
         except Rejected as refused:
             return error(refused, request_id_of(request))
-        except ClientDisconnect:  # in the middle of its own body, so nobody reads this
+        except ClientDisconnect:  # in the middle of its body, so no client reads this
             return Response(status_code=400)
 
     return answered
 
 
 def once_of(request: Request) -> str | None:
-    """What the header Idempotency-Key says.
+    """Return the value of the header Idempotency-Key.
 
     Raises:
-        Rejected: it is too long to be compared with others, or cannot be printed.
+        Rejected: the value is too long or not printable.
     """
     once = request.headers.get("idempotency-key", "")
     if len(once) > 128 or not (once.isascii() and once.isprintable()):
@@ -95,14 +95,15 @@ def once_of(request: Request) -> str | None:
 
 
 def model_header(job: Job) -> dict[str, str]:
-    """Names the model of an answer. Headers are ASCII: other characters are percent-encoded as UTF-8, and so is %."""
+    """Return the header with the model's name. Headers are ASCII, so other characters and % are percent-encoded as
+    UTF-8."""
     safe = (string.punctuation + " ").replace("%", "")
     return {"x-canvax-model": quote(job.model, safe, errors="surrogateescape")}
 
 
 def error_headers(refused: Rejected, request_id: str) -> dict[str, str]:
-    """Headers that go with every refusal."""
-    headers = {"x-request-id": request_id}
+    """Return the headers of a refusal."""
+    headers = {"x-request-id": request_id, **({"WWW-Authenticate": "Bearer"} if refused.status == 401 else {})}
     if refused.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
     if refused.status in (409, 504):  # clients would ask again by themselves, and pay for the image twice
@@ -111,16 +112,16 @@ def error_headers(refused: Rejected, request_id: str) -> dict[str, str]:
 
 
 async def read_json(request: Request, kind: type[Body], *, status: int = 400, strict: bool = True) -> Body:
-    """The body as a record; fields that it does not have are ignored.
+    """Read the body as a record; unknown fields are ignored.
 
     Args:
-        request: whose body it is.
+        request: the request.
         kind: a msgspec.Struct.
-        status: of the refusal where a field is wrong.
-        strict: whether "20" is no number.
+        status: HTTP status if a field is wrong.
+        strict: if true, "20" is no number.
 
     Raises:
-        Rejected: it is not JSON, or a field has the wrong type or is out of its range.
+        Rejected: the body is not JSON, or a field has the wrong type or is out of its range.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -159,13 +160,13 @@ def _fault_at(body: bytes, error: Exception) -> int | None:
 
 
 def field_error(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Rejected:
-    """A refusal that names the field, its value and what it takes.
+    """Return a refusal that names the field, its value and the values that it takes.
 
     Args:
-        error: what msgspec says.
-        kind: the record that was to be made.
-        sent: what of.
-        status: of the refusal.
+        error: the error of msgspec.
+        kind: the type of the record.
+        sent: the values that the client sent.
+        status: HTTP status.
     """
     where, message = _WHERE.search(str(error)), _WHERE.sub("", str(error)).replace(" | null", "")
     path = where[1] if where else ""
@@ -190,18 +191,18 @@ def field_error(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
 
 
 def _options() -> set[str]:
-    """Names that a body may have in its ``options``."""
+    """Return the names that ``options`` of a body may contain."""
     return set(offered(OptionRecord, "server"))
 
 
 def _choices(kind: Any, name: str) -> list[str]:
-    """The words that a field of a record takes."""
+    """Return the words that a field of a record takes."""
     hint = next((field.type for field in msgspec.structs.fields(kind) if field.name == name), None)
     return [word for part in (hint, *get_args(hint)) if get_origin(part) is Literal for word in get_args(part)]
 
 
 def _value_at(path: str, value: Any) -> str:
-    """A path of msgspec's, in which [...] is any entry of a table, with what stands there if clients may see that."""
+    """Return a path of msgspec, in which [...] is any entry of a table, with the value there if clients may see it."""
     try:
         for step in re.findall(r"\.\.\.|[^.\[\]]+", path):
             if step == "...":
@@ -215,10 +216,10 @@ def _value_at(path: str, value: Any) -> str:
 
 
 async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
-    """The text fields of a multipart form, and its files in order by the names of their fields.
+    """Return the text fields of a multipart form, and its files in order with the names of their fields.
 
     Raises:
-        Rejected: it is another kind of body, is damaged or has too many parts.
+        Rejected: the body is not a form, is damaged or has too many parts.
     """
     media_type, _, parameters = request.headers.get("content-type", "").lower().partition(";")
     if media_type.strip() != "multipart/form-data":
@@ -256,13 +257,13 @@ async def _parts(form: FormData) -> tuple[dict[str, str], list[tuple[str, bytes]
 
 
 def model_named(engine: Engine, name: str | None) -> ModelCard:
-    """The model of this name, or the default: most clients know the names of others alone."""
+    """Return the model of this name, or the default: most clients only know names of models of other servers."""
     cards = engine.models()
     return next((card for card in cards if card.id == name), cards[0])
 
 
 def nearest_size(card: ModelCard, size: tuple[int, int]) -> tuple[int, int]:
-    """Of the sizes (width, height) that are ready, the one with the most similar proportions, then area."""
+    """Return the ready size (width, height) with the most similar proportions, then area."""
 
     def apart(other: tuple[int, int]) -> tuple[float, float]:
         proportions = abs(math.log(other[0] / other[1] * size[1] / size[0]))
@@ -272,17 +273,17 @@ def nearest_size(card: ModelCard, size: tuple[int, int]) -> tuple[int, int]:
 
 
 async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:
-    """What a function gives that decodes images: off the event loop, and few at a time."""
+    """Call a function that decodes images off the event loop, a few at a time."""
     return await anyio.to_thread.run_sync(function, *arguments, limiter=_limiter(_decoders, DECODERS))
 
 
 async def reading(function: Callable[..., Body], *arguments: Any) -> Body:
-    """What a function gives that reads many files: off the event loop, and one at a time, since they read the same."""
+    """Call a function that reads many files off the event loop, one at a time, since they read the same files."""
     return await anyio.to_thread.run_sync(function, *arguments, limiter=_limiter(_readers, 1))
 
 
 def _limiter(limits: RunVar[anyio.CapacityLimiter], count: int) -> anyio.CapacityLimiter:
-    """Of the event loop that runs."""
+    """Return the limiter of the running event loop."""
     try:
         return limits.get()
     except LookupError:
@@ -291,31 +292,32 @@ def _limiter(limits: RunVar[anyio.CapacityLimiter], count: int) -> anyio.Capacit
 
 
 async def asked(request: Request, engine: Engine, make: Callable[..., JobRequest], *arguments: Any) -> Job:
-    """The job of the ask that a function gives, which decodes images: submitted at once, so that few of them wait.
+    """Submit the job request that ``make`` returns. ``make`` decodes images; few decoded images wait, since the job is
+    submitted in the same thread.
 
     Raises:
-        Rejected: it was not accepted.
+        Rejected: the request cannot be used, or the job was not accepted.
     """
     return _logged(request, await decoding(lambda: engine.submit(make(*arguments))))
 
 
 async def submitted(request: Request, engine: Engine, job_request: JobRequest) -> Job:
-    """The job, accepted.
+    """Submit a job request.
 
     Raises:
-        Rejected: it was not.
+        Rejected: the job was not accepted.
     """
     return _logged(request, await run_in_threadpool(engine.submit, job_request))
 
 
 def _logged(request: Request, job: Job) -> Job:
-    """The job, whose id goes into the request's line of the log."""
+    """Put the id of a job into the request's line of the log."""
     request.state.log = {"job": job.id}
     return job
 
 
 def failure(job: Job) -> Rejected:
-    """Why a job that is over has no images."""
+    """Return the reason why a job that is over has no images."""
     if job.status is Status.CANCELLED:
         return Rejected(409, "cancelled", "the job was cancelled before its images were done")
     code, message = job.error or ("server_error", "the images could not be generated")
@@ -323,11 +325,11 @@ def failure(job: Job) -> Rejected:
 
 
 async def settled(request: Request, job: Job, hear: Callable[[Event], None] | None = None) -> None:
-    """Wait until a job is over; give it up when the client goes, since nobody would read the answer.
+    """Wait until a job is over; cancel it when the client disconnects, since no client would read the answer.
 
     Args:
-        request: whose body was read.
-        job: the job. One with an Idempotency-Key goes on: its client may come back for the answer.
+        request: the request, whose body was read.
+        job: the job. A job with an Idempotency-Key is not cancelled: its client may return for the answer.
         hear: called with each event.
     """
     # A plain endpoint is not cancelled when its client goes, so that has to be waited for as well.
@@ -349,6 +351,17 @@ async def settled(request: Request, job: Job, hear: Callable[[Event], None] | No
             give_up(job)
 
 
+async def completed(request: Request, job: Job) -> None:
+    """Wait for a job as ``settled`` does.
+
+    Raises:
+        Rejected: the job failed, or was cancelled.
+    """
+    await settled(request, job)
+    if job.status is not Status.DONE:
+        raise failure(job)
+
+
 def give_up(job: Job) -> None:
     """Cancel a job whose client is gone, unless it is over or may be asked for again. Does not wait for it."""
     if not job.status.over and not job.request.once:
@@ -365,7 +378,7 @@ def _events(job: Job, *, previews: bool) -> AsyncGenerator[Event, None]:
 
 
 async def watched(job: Job) -> AsyncIterator[Event | None]:
-    """What happens to a job; None after each ``PAUSE`` seconds in which nothing did."""
+    """Yield the events of a job, and None after each ``PAUSE`` seconds without an event."""
     async with aclosing(_events(job, previews=True)) as events:
         coming = asyncio.ensure_future(anext(events, None))
         try:
@@ -407,25 +420,25 @@ def sent_event(name: str, value: Mapping[str, Any]) -> bytes:
 
 
 def encoded(value: Any) -> bytes:
-    """JSON, where bytes become base64 in one go, in a tenth of the time that text of megabytes takes."""
+    """Encode JSON. Bytes become base64 at once, in a tenth of the time that megabytes of text take."""
     return msgspec.json.encode(value)
 
 
 def data_url(media_type: str, data: bytes) -> msgspec.Raw:
-    """A file as JSON text of a data: URL."""
+    """Return a file as the JSON text of a data: URL."""
     return msgspec.Raw(b'"data:' + media_type.encode() + b";base64," + msgspec.json.encode(data)[1:])
 
 
 def json_answer(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
-    """An answer of JSON."""
+    """Return a JSON answer."""
     return Response(encoded(value), status, dict(headers or {}), media_type="application/json")
 
 
 def one_of(body: Any, *names: str) -> Any:
-    """The value of a field that has several names.
+    """Return the value of a field that has several names.
 
     Raises:
-        Rejected: they say different things, of which one would win without a word.
+        Rejected: two names have different values.
     """
     values = without_none((name, getattr(body, name)) for name in names)
     if len(set(values.values())) > 1:
@@ -435,7 +448,7 @@ def one_of(body: Any, *names: str) -> Any:
 
 
 def in_words_of(fields: Mapping[str, str], refused: Rejected) -> tuple[str, str | None]:
-    """Message and field of a refusal, whose first word may have another name in an API."""
+    """Return message and field of a refusal. The first word of the message may have another name in an API."""
     head = _HEAD.match(refused.message)
     if head and head[1] in fields:
         return fields[head[1]] + refused.message[head.end() :], fields[head[1]]
@@ -443,5 +456,5 @@ def in_words_of(fields: Mapping[str, str], refused: Rejected) -> tuple[str, str 
 
 
 def without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Of names and values, those that are given."""
+    """Return names and values without those that are None."""
     return {name: value for name, value in pairs if value is not None}

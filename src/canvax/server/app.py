@@ -23,26 +23,24 @@ from canvax.server.keys import Keys
 from canvax.server.metrics import CONTENT_TYPE, Metrics
 from canvax.server.openapi import description
 from canvax.server.paths import Api, ApiPath, ErrorFormat, Operation, takes_images
-from canvax.server.rates import Rated, Rates
 
 APIS: tuple[Api, ...] = (jobs_api, openai, a1111, huggingface)
 """The modules that declare an API. Refusals of a path that none of them has are in the form of the first."""
 
 _PREFIXES = ("/static/", "/health", "/ready", "/metrics")
-"""Of the server's own paths, each counted by itself in metrics."""
+"""Prefixes of the server's own paths, each a separate route in metrics."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an operator decides of the web server.
+    """Operator's settings of the web server.
 
     Attributes:
-        keys: None lets everyone in.
-        host: the address that is listened on.
-        more_hosts: further names that it is called by.
-        origins: other sites whose pages may ask.
+        keys: API keys; None to let everyone in.
+        host: the address that the server listens on.
+        more_hosts: further host names of the server.
+        origins: other sites whose pages may send requests.
         max_body: bytes of a body with images.
-        rate: images a minute for each key, or for all without keys; None for no limit.
         page: whether there is a page.
         history: the folder of images that the page shows; None for none.
         left_out: files of models that cannot be used, with the reason and the cure, for a page with a ``history``.
@@ -54,7 +52,6 @@ class Settings:
     more_hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     max_body: int = 32 << 20
-    rate: float | None = None
     page: bool = True
     history: Path | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -69,16 +66,15 @@ def create_app(
     metrics: Metrics,
     more: Callable[[Engine], Sequence[ApiPath]] | None = None,
 ) -> ASGIApp:
-    """The application.
+    """Return the application.
 
     Args:
-        engine: what generates.
-        settings: see there.
-        state: what the engine does at present.
-        metrics: what is counted.
-        more: gives further paths.
+        engine: the engine.
+        settings: the operator's settings.
+        state: returns the engine's present state.
+        metrics: the server's metrics.
+        more: returns further paths.
     """
-    engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
     paths = [path for api in APIS for path in api.routes(engine)] + operations(state, metrics)
     if settings.page and settings.history is not None:
         paths += history.routes(settings.history, settings.left_out)
@@ -151,7 +147,7 @@ def operations(state: Callable[[], State], metrics: Metrics) -> list[ApiPath]:
 
 
 def _described(paths: Sequence[ApiPath]) -> ApiPath:
-    """The path of the OpenAPI description of others."""
+    """Return the path of the OpenAPI description of other paths."""
     described = encoded(description(paths))
 
     async def openapi(_: Request) -> Response:
@@ -161,7 +157,7 @@ def _described(paths: Sequence[ApiPath]) -> ApiPath:
 
 
 def _page(settings: Settings) -> list[Route]:
-    """The page and its files, read once: names of a client's never reach the file system."""
+    """Return the routes of the page and its files. The files are read once: no path is made from a request."""
     folder = files("canvax.server") / "page"
     contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
     if settings.history is not None:

@@ -42,19 +42,16 @@ def check_has_networks(job_request: JobRequest, model: Model) -> None:
 
 
 def prompts_of(job_request: JobRequest) -> list[ImagePrompt] | None:
-    """The image prompts of a job request as a call has them."""
-    prompts = job_request.image_prompt
-    return (
-        [ImagePrompt(prompt.image, prompt.scale, prompt.mask, prompt.adapter) for prompt in prompts]
-        if prompts
-        else None
-    )
+    """Return the image prompts of a job request as those of a call."""
+    prompts = job_request.image_prompt or ()
+    return [ImagePrompt(prompt.image, prompt.scale, prompt.mask, prompt.adapter) for prompt in prompts] or None
 
 
 def with_networks(kinds: Kinds, model: Model) -> Kinds:
-    """Programs that know every network, whichever an image has something for.
+    """Return kinds of programs that know every network, for images with and without control images or image prompts.
 
-    Each IP-Adapter reads one image prompt, which may have a mask. Several for one adapter have programs of their own.
+    Each IP-Adapter reads one image prompt, which may have a mask. Several image prompts for one adapter need separate
+    programs.
     """
     controls = tuple(name for name, _ in model.networks.controls)
     usual, asked = usual_kinds(model.networks, masked=True), kinds.of(ReadsImagePrompts)
@@ -64,7 +61,7 @@ def with_networks(kinds: Kinds, model: Model) -> Kinds:
 
 
 def examples(model: Model, width: int, height: int) -> dict[str, Any]:
-    """Fields of an ask that has something for every network."""
+    """Return fields of a job request that uses every network."""
     networks = model.networks
     black = Image.new("RGB", (width, height))
     control = [{"0": black} if isinstance(net, UnionNet) else black for _, net in networks.controls]
@@ -75,7 +72,7 @@ def examples(model: Model, width: int, height: int) -> dict[str, Any]:
 
 
 def cards(model: Model) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:
-    """What clients see of a model's networks of control images and of its IP-Adapters."""
+    """Return the cards of a model's control networks, and the names of its IP-Adapters."""
     names = public_names([files.name for files in model.controls])
     nets = [net for _, net in model.networks.controls]
     listed = tuple(ControlCard(name, *_kind_of(net)) for name, net in zip(names, nets, strict=True))
@@ -84,7 +81,7 @@ def cards(model: Model) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:
 
 
 def file_cards(files: PartCache) -> tuple[ControlCard, ...]:
-    """What clients see of the networks of the folder of models."""
+    """Return the cards of the control networks in the folder of models."""
     usable = [ControlCard(name, *_kind_of(part.net)) for name, part in files.networks.items()]
     return (*usable, *(ControlCard(name, fault=fault) for name, fault in files.names.items() if fault))
 
@@ -96,7 +93,7 @@ def _kind_of(net: Control) -> tuple[Any, tuple[str, ...]]:
 
 
 def public_names(sources: Sequence[str]) -> list[str]:
-    """What files and folders are called here: the folders above them are the operator's business."""
+    """Return public names of files and folders: without the folders above them, which are private to the operator."""
     names: list[str] = []
     for source in sources:
         name = stem = Path(source).expanduser().name.removesuffix(".safetensors")
@@ -108,7 +105,7 @@ def public_names(sources: Sequence[str]) -> list[str]:
 
 
 def publicly(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata of an image without the folders of local files; networks have the names of ``public_names``."""
+    """Return metadata of an image without the folders of local files; networks have the names of ``public_names``."""
     metadata = written(metadata)
     changed: dict[str, Any] = {}
     for name in ("controlnet", "ip_adapter", "vae", "text_encoder", "text_encoder_2", "tokenizer"):

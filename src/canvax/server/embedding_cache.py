@@ -1,9 +1,9 @@
-"""The textual inversions of a server: files of the folder of models, whose names in prompts stand for their vectors.
+"""The textual inversions of a server: files of the folder of models that prompts name.
 
-A file is read, and gets rows of the tables of the text encoders, in the thread of whoever names it first. The engine
-writes the vectors into these rows before it encodes a prompt with them, unless they are there: a table keeps its shape,
-so nothing is compiled. Where a model has too few rows, those of the file that was named longest ago are given away; the
-images that still wait for it have its vectors written once more when their turn comes.
+A file is read in the thread of the first request that names it, and gets rows in the tables of the text encoders. The
+engine writes the vectors into these rows before it encodes a prompt with them, unless they are there. A table keeps its
+shape, so nothing is compiled. If a model has too few rows, the file that was named longest ago loses its rows; images
+that still wait for it get its vectors written again when their turn comes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Word:
 
     @property
     def record(self) -> dict[str, str]:
-        """What the metadata of an image holds of it."""
+        """The entry in the metadata of an image."""
         return {"file": self.file, "sha256": self.sha256}
 
 
@@ -63,7 +63,7 @@ Words = tuple[Word, ...]
 
 
 def reading(model: Model, words: Words) -> Model:
-    """The model with tokenizers that read these words."""
+    """Return the model with tokenizers that read these words."""
     if not words:
         return model
     tokenizers = dict(model.tokenizers)
@@ -121,13 +121,13 @@ class EmbeddingCache:
             self._paths = paths
 
     def cards(self) -> list[EmbeddingCard]:
-        """All files of the folder, with the reason where one is not for this model."""
+        """Return cards of all files of the folder, with the reason if one does not fit this model."""
         with self._lock:
             read = [(embedding_name(name, path), self._read(name)) for name, path in self._paths.items()]
         return [EmbeddingCard(name, file.fault, *file.shape) for name, file in read]
 
     def summary(self) -> str:
-        """For people: which files can be named, and why others cannot; "" without any."""
+        """Return lines for the operator: how many files can be named, and why others cannot; "" without files."""
         cards = self.cards()
         usable = [card.name for card in cards if not card.fault]
         left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
@@ -136,7 +136,7 @@ class EmbeddingCache:
         return "\n".join(lines) if cards else ""
 
     def named(self, texts: Sequence[str]) -> tuple[Words, tuple[HintWarning, ...]]:
-        """The textual inversions that texts name, and a hint for each file of the folder that they name in vain.
+        """Return the textual inversions that texts name, and a hint for each file that is named and cannot be used.
 
         Raises:
             InputError: the model has too few rows for all of them.
@@ -152,7 +152,7 @@ class EmbeddingCache:
         )
 
     def _read(self, name: str) -> _File:
-        """A file of the folder; read again where it was changed."""
+        """Return a file of the folder. A changed file is read again."""
         path = self._paths[name]
         changed = path.stat().st_mtime if path.is_file() else 0.0
         if name in self._files and self._files[name].changed == changed:
@@ -168,7 +168,7 @@ class EmbeddingCache:
         return self._files[name]
 
     def _word(self, name: str, named: Mapping[str, _File]) -> Word:
-        """A word with its rows, for which others that are not ``named`` give theirs away."""
+        """Return a word with its rows. If too few are free, words that are not ``named`` lose theirs."""
         file = named[name]
         if name not in self._words and file.read is not None:
             vectors = file.read.vectors
@@ -190,7 +190,7 @@ class EmbeddingCache:
     # What follows is the engine's.
 
     def fill(self, params: Params, words: Words) -> Params:
-        """Parameters whose tables hold the vectors of these words; the same ones if they do.
+        """Return parameters whose tables hold the vectors of these words; the same parameters if they do already.
 
         Raises:
             InputError: a vector overflows the dtype of the weights.

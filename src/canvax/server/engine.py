@@ -1,7 +1,7 @@
-"""The engine: one thread that owns the devices and generates everyone's images, a few rows at a time.
+"""The engine: one thread that owns the devices and generates all images, a few rows at a time.
 
-Between two calls of the denoiser images join the batch and leave it, so nobody waits for somebody else's image to end.
-Requests are checked in the threads that bring them, and files are written in threads of their own.
+Images join and leave the batch between two calls of the denoiser, so no image waits for the end of another one.
+Requests are checked in the threads that bring them, and files are written by further threads.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 
 from canvax.errors import CanvaxError, InputError
 from canvax.pipelines.hints import hints
-from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.embedding_cache import reading
 from canvax.server.group import Group
 from canvax.server.job_store import JobStore, reason
@@ -39,8 +37,9 @@ from canvax.server.jobs import (
 )
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
-from canvax.server.models import Announcer, Loaded, ModelSet, ServedModel, Warm, unavailable
+from canvax.server.models import Announcer, EngineSettings, Loaded, ModelSet, ServedModel, unavailable
 from canvax.server.policy import PATIENCE, Queue
+from canvax.server.rates import Rates
 from canvax.server.work import Checked, Cost, GroupKey, Item, byte_size, may_begin
 from canvax.server.writing import Writer
 from canvax.types import HostArray
@@ -51,9 +50,9 @@ _TELLING = 50
 """Places in the queue are sent again after this many times what sending them takes."""
 
 INPUT_BYTES = 1 << 30
-"""Of the decoded images of jobs that are not over."""
+"""Bytes of the decoded input images of all jobs that are not over."""
 MOST_FAULTS = 10
-"""Turns in a row that may fail for reasons that nobody foresaw; after one more the engine gives up."""
+"""Consecutive turns that may fail unexpectedly; after one more the engine stops."""
 
 MOST_FINISHED = 64
 """Images whose rows are done and that wait for the writer; with more no rows are run."""
@@ -63,63 +62,31 @@ CHEAP_PREVIEWS = 0.25
 
 _STOPPED = "the server stopped before the images were done; ask again"
 
-Batching = Literal["steps", "requests", "none"]
 Costs = tuple[Cost, ...]
-"""Of each stage of an image."""
+"""Costs of the stages of an image."""
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an operator decides.
+class _Room(NamedTuple):
+    """Room in the queue: images, the engine's seconds for them, and bytes of their decoded inputs."""
 
-    Attributes:
-        warm: sizes and batches whose programs are made before the first request.
-        chunks: of prompts, likewise: 2 is for those of 76 to 150 tokens.
-        references: the most reference images of a request, likewise, of models that edit.
-        on_request: models beside the others that are loaded when somebody asks for them.
-        compile_on_demand: whether a request may wait for a compiler.
-        queue_seconds: work that may wait; more is refused.
-        queue_images: likewise.
-        keep_seconds: how long finished images wait to be fetched.
-        memory: bytes of weights on each device at a time; None for what is free.
-        batching: "steps"; for comparisons also "requests", in which a batch ends before the next one begins, and
-            "none", one image after the other.
-        log_prompts: whether the log holds prompts.
-        adapters: that requests may name; None for none.
-        output: the folder in which finished images are saved; None for none.
-        stall_seconds: without progress of an engine that has work, after which it counts as failed. Loading weights and
-            compiling do not count; a call of a device does.
-    """
-
-    warm: tuple[Warm, ...] = (Warm(),)
-    chunks: tuple[int, ...] = (1,)
-    references: int = 1
-    on_request: tuple[str, ...] = ()
-    compile_on_demand: bool = False
-    queue_seconds: float = 600.0
-    queue_images: int = 1000
-    keep_seconds: float = 600.0
-    memory: int | None = None
-    batching: Batching = "steps"
-    log_prompts: bool = False
-    adapters: AdapterSettings | None = None
-    output: Path | None = None
-    stall_seconds: float = 600.0
+    images: int
+    seconds: float
+    bytes: int
 
 
 class ImageEngine:
-    """Generates images for many clients. ``start`` it, and ``drain`` and ``close`` it in the end.
+    """The engine. Call ``start``, and at the end ``drain`` and ``close``.
 
     Args:
-        names: of the models; the first is the default.
-        settings: see there.
-        metrics: counts everything.
+        names: names of the models; the first is the default.
+        settings: the operator's settings.
+        metrics: the server's metrics.
         load: loads a model by its name (see ``ServedModel``).
-        journal: where accepted jobs are kept.
-        say: called with what it does, in words for people.
+        journal: file of accepted jobs; None for none.
+        say: called with lines for the operator.
 
     Attributes:
-        failure: why it could not start, or why it gave up.
+        failure: the error that stopped the engine; None for none.
     """
 
     def __init__(
@@ -136,29 +103,17 @@ class ImageEngine:
         self.failure: BaseException | None = None
         self._settings, self._metrics, self._say = settings, metrics, say
         self._announcer = Announcer(say, metrics.compiled, self._tell_compiling)
-        alone = settings.batching == "none"
-        self._models = ModelSet(
-            names,
-            load,
-            warm=[warm._replace(batches=(1,)) for warm in settings.warm] if alone else settings.warm,
-            chunks=settings.chunks,
-            references=settings.references,
-            on_request=settings.on_request,
-            on_demand=settings.compile_on_demand,
-            memory=settings.memory,
-            adapters=settings.adapters,
-            say=say,
-            announce=self._announcer,
-        )
+        self._models = ModelSet(names, load, settings, say, self._announcer)
         self._book = JobStore(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = self._book.changed
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
-        self._metrics.watch_journal(self._book.records)
+        metrics.journal.set_function(self._book.records)
         self._items: dict[str, list[Item]] = {}
         self._suspects: list[Job] = []
         self._to_decode: list[tuple[Item, HostArray]] = []
+        self._rates = Rates(settings.rate) if settings.rate else None
+        self._entering: dict[str, _Room] = {}
         self._closed, self._tells, self._began, self._worked = False, 0.0, 0.0, 0.0
-        self._door = threading.Lock()  # who is inside decides about a new job, so that nobody else fills the queue
         self._progress: float | None = None
         self._faults = 0
         self._leading: Item | None = None
@@ -166,15 +121,18 @@ class ImageEngine:
         self._building: GroupKey | None = None
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
         self._writer = Writer(self._book, metrics, settings.output, self._freed)
-        metrics.watch_queue(self._images, self._seconds)
-        metrics.watch_files(lambda: len(self._to_decode), lambda: self._writer.images, lambda: self._writer.oldest)
+        metrics.queued.set_function(self._images)
+        metrics.queue_cost.set_function(self._seconds)
+        metrics.undecoded.set_function(lambda: len(self._to_decode))
+        metrics.writing.set_function(lambda: self._writer.images)
+        metrics.oldest.set_function(lambda: self._writer.oldest)
 
     @property
     def state(self) -> State:
-        """What it does at present.
+        """The present state.
 
-        Where the devices make no progress for ``stall_seconds``, or a file takes that long, it counts as failed until
-        it goes on.
+        If the devices make no progress for ``stall_seconds``, or a file takes that long, the engine counts as failed
+        until there is progress again.
         """
         progress, most = self._progress, self._settings.stall_seconds
         stalled = progress is not None and time.monotonic() - progress > most
@@ -197,19 +155,13 @@ class ImageEngine:
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
         """See ``Engine``."""
-        shelf = self._models.named(model).shelf if self.models() else None
-        if shelf is not None and refresh:
-            shelf.refresh()
-        return shelf.cards() if shelf else ()
+        self.models()
+        return _listed(self._models.named(model).shelf, refresh)
 
     def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
         """See ``Engine``."""
-        if not self.models():
-            return ()
-        cache = self._models.named(model).embeddings
-        if refresh:
-            cache.refresh()
-        return cache.cards()
+        self.models()
+        return _listed(self._models.named(model).embeddings, refresh)
 
     def job(self, name: str, client: str) -> Job | None:
         """See ``Engine``."""
@@ -225,13 +177,13 @@ class ImageEngine:
         return [job for job in self._book.open() if client in (None, job.request.client)]
 
     def drain(self, seconds: float) -> bool:
-        """Accept no more and finish what was accepted; whether that was done in time. What is left fails."""
+        """Accept no more jobs and finish the accepted ones. Return if all were done in time; the others fail."""
         with self._wake:
             if self._state is State.STARTING:  # nothing was accepted yet
                 return True
             if self._state is not State.FAILED:
                 self._state = State.DRAINING
-            for job, _ in self._book.held():  # nobody will do them here
+            for job, _ in self._book.held():  # this server cannot do them
                 self._book.fail(job, "draining", _STOPPED, resumes=True)
             done = self._wake.wait_for(lambda: not self.jobs() or self._closed, seconds)
             for job in self.jobs():
@@ -239,7 +191,7 @@ class ImageEngine:
         return done
 
     def close(self, seconds: float = 60.0) -> None:
-        """Stop at once. Jobs that are in a journal go on after the next start.
+        """Stop at once. Jobs in a journal continue after the next start.
 
         The thread is left behind if it does not return within ``seconds``: loading weights and compiling cannot be
         interrupted.
@@ -253,63 +205,65 @@ class ImageEngine:
         self._book.close()
 
     def readiness(self) -> State:
-        """As ``state``, for load balancers: a server whose journal cannot be written is not ready."""
+        """Return the state for load balancers: a server whose journal cannot be written is not ready."""
         return self.state if self.state is not State.READY or self._book.records() else State.NOT_RECORDED
 
     def submit(self, job_request: JobRequest) -> Job:
         """See ``Engine``."""
         try:
-            return self._submit(job_request)
+            check_ready(self.state, self._announcer.progress)
+            with self._book.claimed(job_request) as earlier:
+                return earlier or self._accept(job_request)
         except Rejected as refused:
-            self._metrics.refused(refused.code)
+            self._metrics.refused.labels(refused.code).inc()
             raise
 
-    # Accepting, in the threads of those who ask.
+    # Accepting, in the threads of requests.
 
-    def _submit(self, job_request: JobRequest) -> Job:
-        check_ready(self.state, self._announcer.progress)
-        if earlier := self._book.earlier(job_request):
-            return earlier
+    def _accept(self, job_request: JobRequest) -> Job:
+        """Check a request, reserve room for it, record it, and put its images into the queue.
+
+        The job is decided once, when room is reserved. The engine's lock is free while the journal is written.
+        """
         served, checked = self._models.check(job_request)
-        with self._wake:  # what is refused is not recorded
-            self._check_room(job_request, checked, self._costs(checked))
         job = checked.job(job_request, self._cancel)
-        of_model = () if checked.tiles else hints(reading(served.model, checked.beside.words), checked.request)
-        job.hints = tuple(map(str, (*checked.hints, *of_model)))
-        row = self._book.packed(job)
-        with self._door:
+        with self._wake:
+            costs = self._costs(checked)
+            self._entering[job.id] = self._reserved(job_request, checked, costs)
+        try:
+            of_model = () if checked.tiles else hints(reading(served.model, checked.beside.words), checked.request)
+            job.hints = tuple(map(str, (*checked.hints, *of_model)))
+            self._book.record(job)
             with self._wake:
-                check_ready(self.state)
-                if earlier := self._book.earlier(job_request):
-                    return earlier
-                costs = self._costs(checked)
-                self._check_room(job_request, checked, costs)
-            self._book.record(job, row)  # without the lock: the engine does not wait for the disk
-            with self._wake:
+                del self._entering[job.id]
                 self._book.enter(job)
                 self._add(job, checked, costs)
                 if self.state is not State.READY:
                     self._book.fail(job, "draining", _STOPPED, resumes=True)
+        finally:
+            with self._wake:
+                room = self._entering.pop(job.id, None)
+            if room and self._rates:  # the job was not entered
+                self._rates.add(job_request.client, room.images)
         job.request = without_pixels(job_request)  # the items hold what is still needed
-        self._metrics.submitted(job.model)
+        self._metrics.submitted.labels(job.model).inc()
         return job
 
     def _costs(self, checked: Checked) -> Costs:
-        """The seconds of each stage of an image.
+        """Return the costs of the stages of an image.
 
         Raises:
-            Rejected: its programs are not ready; see ``ModelSet.expected``.
+            Rejected: its programs are not ready (see ``ModelSet.expected``).
         """
         costs: Costs = ()
         for stage in checked.stages:
             try:
-                alone = self._models.expected(stage, of_tiles=checked.tiles is not None)
+                costs += (self._models.expected(stage, of_tiles=checked.tiles is not None),)
             except Rejected as refused:
                 if not costs:
                     raise
                 message = f"options.hires={checked.request.options.hires:g}: {refused.message}"
                 raise Rejected(refused.status, refused.code, message, param="options") from None
-            costs += ((alone, self._models.cost(stage, alone)),)
         return costs
 
     def _add(self, job: Job, checked: Checked, costs: Costs) -> None:
@@ -329,46 +283,55 @@ class ImageEngine:
         self._wake.notify_all()
 
     def _images(self) -> int:
-        """That are not done: before their last row or behind it, until their files are made."""
-        return len(self._queue) + len(self._to_decode) + self._writer.images
+        """Return how many images are not done: a job's images count until their files are written."""
+        entering = sum(room.images for room in list(self._entering.values()))
+        return entering + len(self._queue) + len(self._to_decode) + self._writer.images
 
     def _seconds(self) -> float:
-        """Of work in them."""
-        return self._queue.seconds + (len(self._to_decode) + self._writer.images) * self._writer.pace
+        """Return the seconds of work in these images."""
+        entering = sum(room.seconds for room in list(self._entering.values()))
+        return entering + self._queue.seconds + (len(self._to_decode) + self._writer.images) * self._writer.pace
 
-    def _check_room(self, job_request: JobRequest, checked: Checked, costs: Costs) -> None:
-        """Refuse what would wait for too long, or hold too much memory meanwhile."""
-        alone, shared = _alone(costs), sum(shared for _, shared in costs)
-        images, most = checked.images, self._settings.queue_images
+    def _reserved(self, job_request: JobRequest, checked: Checked, costs: Costs) -> _Room:
+        """Return the room that a job takes. Call this with the lock.
+
+        Raises:
+            Rejected: the job would wait too long, hold too much memory, or exceed the rate of its client.
+        """
+        alone, most = _alone(costs), self._settings.queue_images
+        room = _Room(images := checked.images, images * sum(shared for _, shared in costs), checked.input_bytes)
         seconds, count = self._seconds(), self._images()
-        if size := checked.input_bytes:
-            if size > INPUT_BYTES:
-                raise Rejected(413, "too_large", "the images of this request take too much memory; send smaller ones")
-            held = byte_size(image for items in self._items.values() for item in items for image in item.inputs())
-            if held + size > INPUT_BYTES:
-                why = "the images that were sent for jobs that wait take too much memory; try again later"
-                raise Rejected(429, "queue_full", why, retry_after=min(max(1.0, seconds / 4), 60.0))
+        wait = min(max(1.0, seconds / 4), 60.0)
+        if room.bytes > INPUT_BYTES:
+            raise Rejected(413, "too_large", "the images of this request take too much memory; send smaller ones")
         if images > most:  # however long it waits
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
-        if count + images > most or (count and seconds + shared * images > self._settings.queue_seconds):
-            wait = min(max(1.0, seconds / 4), 60.0)
-            waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
-            raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
         if job_request.seconds is not None and alone > job_request.seconds:
             why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Rejected(400, "too_late", why, param="seconds")
+        if count + images > most or (count and seconds + room.seconds > self._settings.queue_seconds):
+            waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
+            raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
+        if room.bytes:
+            held = byte_size(image for items in self._items.values() for item in items for image in item.inputs())
+            if room.bytes + held + sum(room.bytes for room in self._entering.values()) > INPUT_BYTES:
+                why = "the images that were sent for jobs that wait take too much memory; try again later"
+                raise Rejected(429, "queue_full", why, retry_after=wait)
+        if self._rates and (wait := self._rates.wait(job_request.client, images)):
+            raise Rejected(429, "rate_limit_exceeded", "too many images a minute; see Retry-After", retry_after=wait)
+        return room
 
     def _cancel(self, job: Job) -> None:
         self._book.end(job, Status.CANCELLED)
 
     def _ended(self, job: Job) -> None:
-        """A job is over: its images leave."""
+        """Remove the images of a job that is over."""
         for item in self._items.pop(job.id, []):
             self._remove(item)
         self._wake.notify_all()
 
     def _remove(self, item: Item) -> None:
-        """An image is over; others may want the places of its adapters."""
+        """Remove an image that is over, so that other images can use the slots of its adapters."""
         self._queue.remove(item)
         item.let_go()
 
@@ -385,7 +348,7 @@ class ImageEngine:
             self._give_up(error)
 
     def _next_turn(self) -> None:
-        """Wait for work, and do a part of it. What fails is the fault of the jobs in work, and the engine goes on."""
+        """Wait for work, and do a part of it. An error fails the jobs in work; the engine continues."""
         try:
             if self._wait():
                 self._turn()
@@ -399,7 +362,7 @@ class ImageEngine:
             self._faults = 0
 
     def _give_up(self, error: BaseException) -> None:
-        """The end of the engine: nothing is accepted any more, and what was accepted fails."""
+        """Stop the engine for good: refuse new jobs and fail the accepted ones."""
         with self._wake:
             self.failure, self._state, self._progress = error, State.FAILED, None
             for job in self.jobs():
@@ -442,16 +405,16 @@ class ImageEngine:
                 self._book.end(job, Status.DONE)
 
     def _freed(self) -> None:
-        """The writer has room for another image."""
+        """Wake the engine: the writer has room for another image."""
         with self._wake:
             self._wake.notify_all()
 
     def _wait(self) -> bool:
-        """Until there is something to do; False when it is time to stop."""
+        """Wait until there is something to do. Return False when it is time to stop."""
         self._began, self._worked = time.perf_counter(), 0.0
         with self._wake:
             while not self._closed and not self._can_decode() and self._leader() is None:
-                self._progress = None  # nobody waits for it
+                self._progress = None  # no job waits for it
                 self._wake.wait(self._book.until_late())
                 self._began, self._progress = time.perf_counter(), time.monotonic()
                 self._book.expire()
@@ -460,7 +423,8 @@ class ImageEngine:
             return not self._closed
 
     def _leader(self) -> Item | None:
-        """The image that decides what is done next. None, too, while it has to wait for those that are finished."""
+        """Return the image that decides what is done next; None if there is none, or finished images must be written
+        first."""
         finished = len(self._in_decoder())
         if finished >= MOST_FINISHED:
             return None
@@ -474,7 +438,8 @@ class ImageEngine:
         return bool(self._in_decoder()) and self._writer.room > 0
 
     def _may_begin(self, items: Sequence[Item]) -> Sequence[Item]:
-        """As ``may_begin``; a job with which a process was killed begins after the journal's other jobs, and alone."""
+        """Filter images as ``may_begin``. A job that killed an earlier process begins after the journal's other jobs,
+        and alone."""
         self._suspects = [job for job in self._suspects if job.attempts and not job.status.over]
         waiting = [item.job for item in items if item.job.attempts]
         if not self._suspects:
@@ -492,12 +457,12 @@ class ImageEngine:
         return may_begin(item for item in items if item.job is tried)
 
     def _at_work(self) -> set[Job]:
-        """The jobs that have images on the devices, between them or in the writer."""
+        """Return the jobs with images on the devices, to be decoded, or in the writer."""
         images = [item for items in self._items.values() for item in items]
         return {item.job for item in images if item.status is Status.RUNNING and not self._queue.waits(item)}
 
     def _turn(self) -> None:
-        """Some rows of one batch, and what is finished decoded."""
+        """Run some rows of one batch, and decode finished images."""
         self._leading = None
         with self._wake:
             self._book.expire()
@@ -510,17 +475,17 @@ class ImageEngine:
         self._decode_all()
         self._tell_queue()
         if leader is not None:
-            self._metrics.turned(time.perf_counter() - self._began - self._worked)
+            self._metrics.turned.observe(time.perf_counter() - self._began - self._worked)
 
     def _in_decoder(self) -> list[Item]:
-        """Images that are to be decoded; those that are over leave."""
+        """Return the images that wait to be decoded, without those that are over."""
         if any(item.over for item, _ in self._to_decode):
             self._to_decode = [(item, latents) for item, latents in self._to_decode if not item.over]
         return [item for item, _ in self._to_decode]
 
     def _put_on(self, key: GroupKey) -> ServedModel | None:
-        """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail, and where
-        it has to wait for what is finished."""
+        """Put a model's weights on the devices. Return None if they cannot be loaded, and then the jobs fail, or if
+        finished images must be decoded first."""
         if missing := self._models.missing(key):
             self._decode_all()  # while their weights are there
             if self._in_decoder():
@@ -544,18 +509,18 @@ class ImageEngine:
                 self._tell_waits(waits, "")
 
     def _lacking(self, key: GroupKey) -> Callable[[Item], bool]:
-        """Return which images need what is not there for a key: its model or, where that is there, ControlNets."""
+        """Return a predicate: does an image need weights that are missing for a key, of its model or ControlNets?"""
         loaded = self._models.named(key.model).loaded
         return lambda item: item.group.model == key.model and not (loaded and item.group.variant != key.variant)
 
     def _since(self, began: float) -> float:
-        """Seconds, which are no overhead of this turn."""
+        """Return the seconds since ``began``, which are not overhead of this turn."""
         self._worked += (took := time.perf_counter() - began)
         self._progress = time.monotonic()
         return took
 
     def _seat(self, group: Group, leader: Item) -> bool:
-        """Choose who is in the batch; False if nobody is."""
+        """Choose the images of the batch. Return False if there are none."""
         whole = self._settings.batching == "requests" and [item for item in group.seated if not item.over]
         with self._wake:
             if leader.over:  # cancelled a moment ago
@@ -578,11 +543,11 @@ class ImageEngine:
         return bool(group.seated)
 
     def _start(self, item: Item) -> None:
-        """A waiting image begins."""
+        """Begin a waiting image."""
         self._queue.begin(item, time.monotonic())
         item.hold()
         if item.picture.status is Status.QUEUED and not item.job.resumed:  # not for a second pass, or while nothing ran
-            self._metrics.waited(time.time() - item.job.created)
+            self._metrics.waited.observe(time.time() - item.job.created)
         item.status = item.picture.status = Status.RUNNING
         self._book.begins(item.job)
         if item.job.status is Status.QUEUED:
@@ -596,7 +561,7 @@ class ImageEngine:
             if not item.over and item.carried is None:
                 group.begin(item)
                 item.encoded()
-                self._metrics.encoded(self._since(began))
+                self._metrics.encoded.observe(self._since(began))
         except Exception as error:
             if not isinstance(error, InputError):
                 log.exception("encoding failed")
@@ -626,7 +591,7 @@ class ImageEngine:
             self._to_decode += finished
 
     def _preview(self, group: Group, served: ServedModel, item: Item) -> None:
-        """How an image looks now: decoded where that costs little, else by colours alone."""
+        """Make a preview of an image: decoded if that is cheap, else with a linear map of colours."""
         try:
             latents = group.denoised(item)
             if item.decodes is None:
@@ -643,7 +608,7 @@ class ImageEngine:
             self._decode()
 
     def _decode(self) -> None:
-        """The images that wait for it longest, as many as are decoded at once and the writer takes."""
+        """Decode the images that have waited longest, as many as one call takes and the writer has room for."""
         waiting = self._to_decode
         key, vae = waiting[0][0].group, waiting[0][0].beside.vae
         group, served = self._models.group(key), self._models.named(key.model)
@@ -658,14 +623,14 @@ class ImageEngine:
             for item, _ in chosen:
                 self._book.fail(item.job, *reason(error))
             return
-        self._metrics.decoded(self._since(began))
+        self._metrics.decoded.observe(self._since(began))
         with self._wake:  # each is counted once
             for (item, latents), image in zip(chosen, pixels, strict=True):
                 self._staged(served, item, image, latents)
             self._to_decode = [entry for entry in self._to_decode if not any(entry is other for other in chosen)]
 
     def _staged(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
-        """An image has a stage behind it: it waits for the next one, or becomes a file."""
+        """Send an image whose stage is done to its next stage, or to the writer."""
         step = item.picture.step
         if not item.advance(pixels, latents):
             self._writer.image(served, item, pixels, latents)
@@ -682,7 +647,8 @@ class ImageEngine:
     # Faults, and the events that watchers get.
 
     def _on_devices(self, group: Group, run: Callable[[], Any]) -> Any:
-        """What ``run`` gives; None where the devices failed, and then images begin again, in a smaller batch."""
+        """Return the result of ``run``; None if the devices failed. The images then begin again, in a smaller batch
+        after a lack of memory."""
         try:
             return run()
         except Exception as error:
@@ -697,14 +663,14 @@ class ImageEngine:
             return None
 
     def _start_over(self) -> None:
-        """After something unforeseen: everything that has begun fails, and what was about to."""
+        """Fail everything that has begun or was about to, after an unexpected error."""
         self._models.clear()
         with self._wake:
             for item in (*self._queue.begun, *self._in_decoder(), *([self._leading] if self._leading else ())):
                 self._book.fail(item.job, "server_error", "the server failed; ask again")
         self._to_decode, self._leading = [], None
 
-    # Programs that requests wait for are made in a thread of their own, one group after the other.
+    # Programs that requests wait for are compiled in a separate thread, one group after the other.
 
     def _compile_missing(self) -> None:
         """Start the thread, if there is something for it to do and it does not run."""
@@ -713,7 +679,7 @@ class ImageEngine:
             self._compiler.start()
 
     def _missing(self) -> GroupKey | None:
-        """A group that images wait for whose programs are not there."""
+        """Return a group whose programs are missing and that images wait for."""
         ready = self._models.groups()
         return next((key for key in self._queue.groups() if key not in ready), None)
 
@@ -759,7 +725,8 @@ class ImageEngine:
                 job.tell(Changed(job.status))
 
     def _tell_queue(self) -> None:
-        """How long everyone will wait: once a second, and of a long queue less often, so that it costs little."""
+        """Tell clients how long they will wait: once a second, and less often if the queue is long, so that it costs
+        little."""
         if (now := time.monotonic()) < self._tells:
             return
         seconds = 0.0
@@ -773,10 +740,17 @@ class ImageEngine:
                 seconds += item.cost
             self._book.forget()
         self._tells = now + max(1.0, _TELLING * (time.monotonic() - now))
-        self._metrics.models_loaded(self._models.loaded())
+        self._metrics.models.set(self._models.loaded())
         for device in jax.local_devices():
             if (used := (device.memory_stats() or {}).get("bytes_in_use")) is not None:  # a CPU does not tell
-                self._metrics.device_memory(device.id, used)
+                self._metrics.memory.labels(str(device.id)).set(used)
+
+
+def _listed(cache: Any, refresh: bool) -> Sequence[Any]:
+    """Return the cards of a cache of files; ``refresh``: look into the folder again."""
+    if cache and refresh:
+        cache.refresh()
+    return cache.cards() if cache else ()
 
 
 def _alone(costs: Costs) -> float:
@@ -784,5 +758,6 @@ def _alone(costs: Costs) -> float:
 
 
 def _seconds(items: Sequence[Item]) -> float:
-    """Until all images of a job are done that has its turn: the last one takes as long as alone, at least."""
+    """Return the seconds until all images of a job are done, from its turn on: at least those of its slowest image
+    alone."""
     return max([sum(item.cost for item in items), *(item.left for item in items)])

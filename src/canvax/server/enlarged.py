@@ -1,10 +1,9 @@
-"""An image that is made larger: its tiles are images of the batch like any other, and are put together in the end."""
+"""Images that are enlarged: their tiles are ordinary images of the batch, and are put together at the end."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 from canvax.families.base import Model
 from canvax.noise import NoiseKind
@@ -15,7 +14,7 @@ from canvax.server.jobs import JobRequest, invalid
 from canvax.types import HostArray
 
 MOST_TILES = 256
-"""Of one image."""
+"""Tiles of one image at most."""
 
 _NOT_WITH = {
     "mask": "all of the image is gone over",
@@ -28,10 +27,10 @@ _OPTIONS = ("outpaint", "padding_mask_crop", "variation_strength", "seed_size")
 
 
 def cut(job_request: JobRequest, model: Model, seed: int, noise: NoiseKind) -> tuple[JobRequest, Tiles]:
-    """The tiles of an image, and the ask for the first of them.
+    """Cut an image into tiles. Return the request for the first tile, and the tiles.
 
     Raises:
-        Rejected: naming the field and the cure.
+        Rejected: a field cannot be used.
     """
     if job_request.image is None or job_request.upscale is None:
         raise invalid("upscale", f"upscale={job_request.upscale} without an image: send image as well")
@@ -57,7 +56,7 @@ def cut(job_request: JobRequest, model: Model, seed: int, noise: NoiseKind) -> t
 
 
 def tile_request(request: Request, tiles: Tiles, index: int) -> Request:
-    """That of a tile, from that of another one."""
+    """Return the request of a tile, from the request of another tile."""
     assert request.init_images is not None
     tile = tiles[index]
     init = replace(request.init_images, images=[tile.image], whole=([tile.image], []))
@@ -70,32 +69,21 @@ def tile_request(request: Request, tiles: Tiles, index: int) -> Request:
 
 
 class Enlarged:
-    """How far the tiles of a job's image are.
+    """Progress of the tiles of one image.
 
     Args:
-        tiles: the image.
-        previews: that are wanted on the way.
-
-    Attributes:
-        source: the image, enlarged.
+        tiles: the tiles.
+        previews: number of previews that the client asked for.
     """
 
     def __init__(self, tiles: Tiles, *, previews: int) -> None:
-        self._tiles, self._previews, self.source = tiles, previews, tiles.large
+        self.tiles, self._previews = tiles, previews
         self._lock, self._added = threading.Lock(), 0
 
     def add(self, tile: int, pixels: HostArray) -> tuple[bool, int | None]:
-        """Put in a tile [H, W, C]. Whether it was the last, and the number of the preview that is due now."""
-        self._tiles.add(tile, pixels)
+        """Add a tile [H, W, C]. Return if it was the last, and the number of the preview that is due now, if any."""
+        self.tiles.add(tile, pixels)
         with self._lock:
             before, self._added = self._added, self._added + 1
-            due, had = (done * (self._previews + 1) // len(self._tiles) for done in (self._added, before))
-            return self._added == len(self._tiles), due - 1 if had < due <= self._previews else None
-
-    def pixels(self) -> HostArray:
-        """The whole so far [H, W, C] float32."""
-        return self._tiles.pixels()
-
-    def metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Of the whole, from that of a tile."""
-        return self._tiles.recorded(metadata)
+            due, had = (done * (self._previews + 1) // len(self.tiles) for done in (self._added, before))
+            return self._added == len(self.tiles), due - 1 if had < due <= self._previews else None

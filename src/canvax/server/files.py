@@ -1,4 +1,4 @@
-"""Image files of finished images and of previews. Runs in threads of its own, beside the engine."""
+"""Image files of finished images and of previews. Runs in separate threads."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LEARNT_FROM = 16
 
 
 def image_file(pixels: HostArray, kind: Format, quality: int | None, metadata: Mapping[str, Any]) -> bytes:
-    """The file of an image.
+    """Return the file of an image.
 
     Args:
         pixels: [H, W, C] float32 in 0..1.
-        kind: its format.
-        quality: of JPEG and WebP; None for the best that is usual.
-        metadata: written into it; empty for none.
+        kind: format of the file.
+        quality: quality of JPEG and WebP; None for the usual best.
+        metadata: written into the file; empty for none.
 
     Raises:
         CanvaxError: pixels are not finite.
@@ -47,7 +47,7 @@ def image_file(pixels: HostArray, kind: Format, quality: int | None, metadata: M
 
 
 def preview_file(pixels: HostArray, size: tuple[int, int]) -> bytes:
-    """A small JPEG of an image on its way [H, W, C] float32, enlarged to ``size`` (width, height) or less."""
+    """Return a small JPEG of an unfinished image [H, W, C] float32, enlarged to at most ``size`` (width, height)."""
     image = on_white(to_pil(np.clip(np.nan_to_num(pixels), 0, 1)[None])[0])
     scale = min(1.0, PREVIEW_SIDE / max(size))
     small = (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
@@ -71,11 +71,11 @@ class Colours:
 
     @property
     def known(self) -> bool:
-        """Whether it has seen an image."""
+        """True after the first image."""
         return self._seen > 0
 
     def learn(self, latents: HostArray, pixels: HostArray) -> None:
-        """From an image: latents [h, w, C] and pixels [H, W, 3 or 4] float32 in 0..1."""
+        """Learn from an image: latents [h, w, C] and pixels [H, W, 3 or 4] float32 in 0..1."""
         if self._seen >= _LEARNT_FROM or not np.isfinite(pixels).all():
             return
         height, width, _ = latents.shape
@@ -89,7 +89,7 @@ class Colours:
             self._seen += 1
 
     def pixels(self, latents: HostArray) -> HostArray:
-        """Pixels [h, w, 3] float32 of latents [h, w, C]."""
+        """Return pixels [h, w, 3] float32 of latents [h, w, C]."""
         with self._lock:
             weights = np.linalg.solve(self._xx, self._xy)
         return (_with_one(latents) @ weights).reshape(*latents.shape[:2], 3).astype(np.float32)

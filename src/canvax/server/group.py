@@ -1,4 +1,4 @@
-"""Images of one size in one batch on the devices: seated, moved on, looked at, decoded. Used by the engine's thread."""
+"""Images of one size in one batch on the devices. Used by the engine's thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SMOOTH = 0.2
 
 
 def rows_at_once(row: float) -> int:
-    """Rows of a call of the denoiser, by the seconds of one."""
+    """Return the rows of one call of the denoiser, from the seconds of a row."""
     return max(1, int(AT_ONCE / max(row, 1e-6)))
 
 
@@ -64,20 +64,20 @@ class Timings:
     guessed: bool = False
 
     def image(self, rows: float) -> float:
-        """An image of so many rows by itself."""
+        """Return the seconds of a single image of so many rows."""
         return self.encode + self.decode + rows * self.row[min(self.row)]
 
     def shared(self, rows: float) -> float:
-        """The engine's seconds for an image of so many rows where enough wait to fill the best batch."""
+        """Return the engine's seconds for an image of so many rows if enough images wait to fill the best batch."""
         return self.encode + self.decode + rows * min(seconds / images for images, seconds in self.row.items())
 
     def learn_row(self, batch: int, seconds: float) -> None:
-        """A new measurement of a row."""
+        """Update with a new measurement of a row."""
         self.row[batch] += (1.0 if self.guessed else _SMOOTH) * (seconds - self.row[batch])
         self.guessed = False
 
     def learn_decode(self, seconds: float) -> None:
-        """A new measurement of decoding."""
+        """Update with a new measurement of decoding."""
         self.decode += (_SMOOTH if self.decode else 1.0) * (seconds - self.decode)
 
 
@@ -129,7 +129,7 @@ class Group:
 
     @property
     def programs(self) -> int:
-        """How many programs ``compile`` makes."""
+        """Number of programs that ``compile`` makes."""
         kinds = self.key.kinds
         shared = 1 + bool(kinds.decoder) + sum(len(add.names) for add in kinds.adds)
         return shared + len(kinds.guided) * len(self.batches)
@@ -141,7 +141,7 @@ class Group:
                 self.timings.row[batch] = self._measured(batch, carry, self.timings.row.get(batch))
 
     def entry(self, params: Params) -> CacheEntry | None:
-        """Where timings are stored between processes: beside the programs that they are of. None if these are not."""
+        """Return the cache entry of the timings, next to their programs; None if these are not cached."""
         alone, *others = (self._programs.wanted(params, self._latents(size), self.key.kinds) for size in self.batches)
         programs = [*alone.values(), *(program for wanted in others for program in _denoisers(wanted).values())]
         return self._programs.entry("timings", params, programs)
@@ -165,7 +165,7 @@ class Group:
         return True
 
     def _measured(self, images: int, carry: ParkedImage, before: float | None) -> float:
-        """Seconds of a row of so many images; ``before``: what was measured so far."""
+        """Return the seconds of a row of so many images; ``before`` is the result of earlier measurements, or None."""
         if before is None:
             self._timed(images, carry, 1)  # the first call of a program is slower
             before = self._timed(images, carry, 1)
@@ -175,7 +175,7 @@ class Group:
         return min(before, self._timed(images, carry, rows))
 
     def _timed(self, images: int, carry: ParkedImage, rows: int) -> float:
-        """Seconds of each of so many rows of a full batch, in one call."""
+        """Return the seconds of each of so many rows of a full batch, in one call."""
         batch = self._new_batch(images)
         batch.join(dict.fromkeys(range(images), carry))
         began = time.perf_counter()
@@ -183,7 +183,7 @@ class Group:
         return (time.perf_counter() - began) / rows
 
     def draw(self, carry: ParkedImage, rows: int) -> tuple[HostArray, bool]:
-        """Latents of an image [h, w, C] after at most so many rows, and whether they are its last."""
+        """Return latents of an image [h, w, C] after at most so many rows, and if these were all rows."""
         batch = self._new_batch(self.alone)
         batch.join({0: carry})
         done: list[int] = []
@@ -210,11 +210,11 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Of the batch that there is."""
+        """Slots of the present batch."""
         return len(self._seats)
 
     def summary(self) -> str:
-        """For people: what was measured."""
+        """Return the measurements as a line for the operator."""
         rows = ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in self.timings.row.items())
         decode = f"decoding {1e3 * self.timings.decode:.0f} ms"
         decode += ", as measured at an earlier start" if self.timings.kept else ""
@@ -226,18 +226,18 @@ class Group:
         return f"{self.key.model} is warm at {self.key.size}{of}: a step of a batch of {rows}; {decode}"
 
     def scaled(self, key: GroupKey) -> Timings:
-        """What another size of the model may take, with programs for single images alone."""
+        """Return estimated timings of another size of the model, with programs for single images alone."""
         times = key.height * key.width / (self.key.height * self.key.width)
         timings = self.timings
         return Timings({self.alone: times * timings.row[self.alone]}, timings.encode, times * timings.decode)
 
     def assume(self, other: Group) -> None:
-        """That it is as fast as another size, for its own, where nothing was measured."""
+        """Take the timings of another size, scaled, since nothing was measured."""
         self.timings = other.scaled(self.key)
         self.batches = [self.alone]
 
     def batch_for(self, count: int) -> int:
-        """The batch that gets so many images done soonest."""
+        """Return the batch that finishes so many images first."""
         return best_batch(self.timings.row, count)
 
     def seat(self, items: Sequence[Item], size: int) -> None:
@@ -269,7 +269,7 @@ class Group:
             self._batch.join({slot: self.begin(item) for slot, item in joining.items()})
 
     def step(self) -> list[tuple[Item, HostArray]]:
-        """Some rows of all that are in flight; those that are finished, with their latents [h, w, C]."""
+        """Run some rows of all images in flight. Return the finished images, with their latents [h, w, C]."""
         assert self._batch is not None
         self.used = time.monotonic()
         began, seats = time.perf_counter(), list(enumerate(self._seats))
@@ -289,13 +289,14 @@ class Group:
         return finished
 
     def denoised(self, item: Item) -> HostArray:
-        """How the model sees an image that is in flight [h, w, C] float32."""
+        """Return the model's prediction of an image in flight [h, w, C] float32."""
         assert self._batch is not None
         assert self._batch.denoised is not None
         return self._batch.unpacked(np.asarray(self._batch.denoised)[self._seats.index(item)])
 
     def decode(self, latents: Sequence[HostArray], vae: str | None = None) -> HostArray:
-        """Pixels [n, H, W, 3] float32 of at most ``alone`` images; ``vae``: an autoencoder in place of the model's."""
+        """Return pixels [n, H, W, 3] float32 of at most ``alone`` images; ``vae`` is an autoencoder instead of the
+        model's."""
         params, began = self._params(vae=vae), time.perf_counter()
         pixels = self._decode(params, latents)
         self.timings.learn_decode(time.perf_counter() - began)
@@ -308,7 +309,8 @@ class Group:
         return np.asarray(self._ready["decoder"](params, sent))[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
-        """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.
+        """Take everything off the devices, as after a fault. Return the images, which begin again and can be seated
+        again.
 
         ``smaller``: never use the present batch again, which is not the smallest.
         """
@@ -328,13 +330,13 @@ class Group:
         self._batch, self._seats = None, []
 
     def _rows(self) -> int:
-        """As many as take ``AT_ONCE``, and not past a row after which somebody wants to look."""
+        """Return the rows of the next call: as many as take ``AT_ONCE``, but not past a row with a preview."""
         rows = rows_at_once(self.timings.row[len(self._seats)])
         steps = [(item.picture.step, item.stops) for item in self.seated]
         return min([rows, *(row - step for step, stops in steps for row in stops if row > step)])
 
     def _new_batch(self, images: int) -> Batch:
-        """An empty batch of so many images, for which there are programs."""
+        """Return an empty batch of so many images, for which there are programs."""
         params = self._params(controlnets=self.key.variant.controlnets)
         return Batch(self._denoisers[images], params, self._programs.mesh, self._latents(images))
 
@@ -348,5 +350,5 @@ class Group:
 
 
 def _denoisers(programs: Mapping[str, T]) -> dict[str, T]:
-    """The denoisers among the programs of a run."""
+    """Return the denoisers among the programs of a run."""
     return {name: programs[name] for name in DENOISERS.values() if name in programs}

@@ -1,4 +1,4 @@
-"""What stands before all routes: who may ask, from where, how much and how often. One line of log for each request."""
+"""Checks before all routes: host, origin, key, size and number of requests. Writes one line of log for each request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGEST_QUESTION = 256 << 10
 """Bytes of a body that holds no image."""
 
 PATIENCE = 30.0
-"""Seconds in which nothing of a body comes, after which nobody waits for the rest."""
+"""Seconds without a byte of a body, after which the request fails."""
 
 LONGEST = 300.0
 """Seconds in which all of a body has to come."""
@@ -37,13 +37,13 @@ BODIES = 32
 """Times ``Rules.max_body``: bytes of all bodies at a time. A body is held until its request is answered."""
 
 MOST_REQUESTS = 1000
-"""That are answered at a time, beside those for ``_MONITORS``."""
+"""Requests that are answered at a time, without those for ``_MONITORS``."""
 
 _BUSY = 5.0
 """Seconds after which a client that was one too many may try again."""
 
 _CLIENT_GONE = 499
-"""What nginx logs for a client that did not wait for its answer. Nobody is sent it."""
+"""Status in the log for a client that disconnected before its answer, as in nginx. It is never sent."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _PROBES = ("/health", "/ready")
@@ -69,15 +69,15 @@ Wrong = Callable[[str], Callable[[Rejected, str], Response]]
 
 @dataclass(frozen=True)
 class Rules:
-    """What is allowed.
+    """Limits of requests.
 
     Attributes:
-        keys: None lets everyone in.
-        hosts: names that the server is called by; "*" for any.
-        origins: other sites whose pages may ask.
+        keys: API keys; None to let everyone in.
+        hosts: host names of the server; "*" for any.
+        origins: other sites whose pages may send requests.
         max_body: bytes of a body with images.
-        with_images: whether bodies sent to a path may hold them.
-        prefixes: of paths that metrics count together.
+        with_images: predicate: may bodies sent to a path contain images?
+        prefixes: beginnings of paths that metrics count together.
     """
 
     keys: Keys | None
@@ -151,7 +151,7 @@ class Guard:
                 _write_log(scope, state, status, seconds)
 
     def _as_before(self, path: str, status: int) -> bool:
-        """Whether a probe is answered as the last time: asked each second, it would fill the log."""
+        """Check if a probe has the same answer as last time: logging every probe would fill the log."""
         if path not in _PROBES:
             return False
         before, self._probed[path] = self._probed.get(path), status
@@ -198,11 +198,11 @@ class Guard:
         return self._rules.max_body if self._rules.with_images(path) else LARGEST_QUESTION
 
     def _route(self, path: str) -> str:
-        """What metrics call a path: clients' own words are not among its values."""
+        """Return the route of a path in metrics, which never contain text of clients."""
         return path if path == "/" else next((name for name in self._rules.prefixes if path.startswith(name)), "other")
 
     def _preflight(self, scope: Scope, headers: Headers) -> Response | None:
-        """What a browser asks first, for pages of sites that are allowed."""
+        """Answer a browser's preflight request for pages of allowed sites."""
         asked = headers.get("access-control-request-method")
         if scope["method"] == "OPTIONS" and asked and (origin := headers.get("origin")):
             if origin not in self._rules.origins:
@@ -224,10 +224,10 @@ class Guard:
 
 @dataclass
 class _Load:
-    """What all requests hold at the moment.
+    """Present load of all requests.
 
     Attributes:
-        most: bytes of bodies.
+        most: limit of ``bytes``.
     """
 
     most: int
@@ -271,23 +271,24 @@ class _Limited:
 
 
 def busy() -> Rejected:
-    """A refusal of a request while there are too many."""
+    """Return a refusal of one request too many."""
     return Rejected(503, "busy", "too many requests at a time; try again soon", retry_after=_BUSY)
 
 
 def too_large(most: int) -> Rejected:
-    """A refusal of a body of more bytes."""
+    """Return a refusal of a body with too many bytes."""
     return Rejected(413, "too_large", f"the body is larger than {most} bytes; send less, or a smaller image")
 
 
 def failed(error: Exception, name: str, wrong: Callable[[Rejected, str], Response]) -> Response:
-    """What is answered where nobody foresaw the error; the log alone tells what it was."""
+    """Answer an unexpected error; only the log contains it."""
     log.error("request %s failed", name, exc_info=error)
     return wrong(Rejected(500, "server_error", f"the server failed; its log knows it as {name}"), name)
 
 
 def _is_public(scope: Scope) -> bool:
-    """What browsers and probes read without a key. By the method too: a POST to / generates."""
+    """Check if a request needs no key, as those of browsers and probes. This depends on the method: a POST to /
+    generates."""
     path = scope["path"]
     return scope["method"] in ("GET", "HEAD") and (path in _PUBLIC or path.startswith("/static/"))
 
@@ -298,13 +299,13 @@ def _wrong_origin(header: str, value: str) -> Rejected:
 
 
 def _host(header: str) -> str:
-    """The name in a Host header, without the port."""
+    """Return the name in a Host header, without the port."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/\s@]+)(?::\d{1,5})?", header)
     return match[1].lower().rstrip(".") if match else ""
 
 
 def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
-    """One JSON object; query strings and headers are left out, since keys may stand there by mistake."""
+    """Log one JSON object, without query strings and headers, since they may contain keys by mistake."""
     line = {
         "time": now(),
         "id": state["request_id"], "client": state["client"], "method": scope["method"], "path": scope["path"][:200],
@@ -314,7 +315,7 @@ def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float)
 
 
 def allowed_hosts(host: str, others: Sequence[str]) -> tuple[str, ...]:
-    """Names that a server on ``host`` is called by."""
+    """Return the host names of a server that listens on ``host``."""
     names = ["localhost", "127.0.0.1", "[::1]", *others]
     if host not in ("0.0.0.0", "::", ""):
         names.append(f"[{host}]" if ":" in host else host)

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,7 @@ _MOST_READ = 1000
 """Files that are read for one answer, most of which may be other programs'."""
 
 MOST_CELLS = 144
-"""Of a sheet."""
+"""Cells of a sheet at most."""
 
 _DELETED, _GRID = "deleted", "grid-"
 _NAME = re.compile(r"[^./\\:\0][^/\\:\0]*\.(?:png|jpe?g|webp)", re.IGNORECASE)
@@ -57,7 +58,8 @@ class NewSheet(Struct, forbid_unknown_fields=True):
 
 
 def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[ApiPath]:
-    """The routes under /api/images, and /api/left-out: files that cannot be used, with the reason and the cure."""
+    """Return the paths under /api/images, and /api/left-out: files that cannot be used, with the reason and the
+    cure."""
 
     async def unusable(_: Request) -> Response:
         return json_answer({"files": [{"name": name, "why": why} for name, why in (left_out or {}).items()]})
@@ -74,13 +76,7 @@ def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[ApiP
     async def sheet(request: Request) -> Response:
         return json_answer({"name": await decoding(_sheet, folder, await read_json(request, NewSheet))})
 
-    async def delete(request: Request) -> Response:
-        return await moved(request, _deleted)
-
-    async def restore(request: Request) -> Response:
-        return await moved(request, _restored)
-
-    async def moved(request: Request, move: Callable[[Path, str], str]) -> Response:
+    async def moved(move: Callable[[Path, str], str], request: Request) -> Response:
         try:
             name = await decoding(move, folder, request.path_params["name"])
         except OSError as fault:
@@ -102,18 +98,18 @@ def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[ApiP
             "/api/images/{name}",
             error,
             GET=Operation(image, "One of these images."),
-            DELETE=Operation(delete, deleted),
-            POST=Operation(restore, restored),
+            DELETE=Operation(partial(moved, _deleted), deleted),
+            POST=Operation(partial(moved, _restored), restored),
         ),
         ApiPath("/api/left-out", error, GET=Operation(unusable, without)),
     ]
 
 
 def _position(after: str | None) -> tuple[int, str] | None:
-    """The modification time and name after which a listing goes on.
+    """Return the modification time and name after which a listing continues.
 
     Raises:
-        Rejected: the text is not one that an answer had.
+        Rejected: the text is not a ``next`` of an answer.
     """
     match = _CURSOR.fullmatch(after or "")
     if after is not None and match is None:
@@ -122,7 +118,7 @@ def _position(after: str | None) -> tuple[int, str] | None:
 
 
 def _listed(folder: Path, after: tuple[int, str] | None) -> dict[str, Any]:
-    """Images of the folder, newest first, and where the next answer begins."""
+    """Return images of the folder, newest first, and where the next answer begins."""
     found: list[tuple[int, str]] = []
     try:
         with os.scandir(folder) as entries:
@@ -143,7 +139,7 @@ def _listed(folder: Path, after: tuple[int, str] | None) -> dict[str, Any]:
 
 
 def _described(path: Path, modified: int) -> dict[str, Any] | None:
-    """What the page shows of an image; None if canvax did not write the file."""
+    """Return an image for the page; None if canvax did not write the file."""
     try:
         with open_regular(path) as raw, io.BufferedReader(raw) as file:
             metadata = canvax_metadata_in(file, path)
@@ -162,7 +158,8 @@ def _described(path: Path, modified: int) -> dict[str, Any] | None:
 
 
 def _as_sheet(metadata: dict[str, Any], grid: Any) -> dict[str, Any]:
-    """The settings that all images of a grid have, the prompt of the first, and what varies, as names and texts."""
+    """Return the settings that all images of a grid share, the first prompt, and names and texts of settings that
+    vary."""
     first = as_job(metadata)
     cells = [as_job(cell)["settings"] for cell in grid if isinstance(cell, dict)] if isinstance(grid, list) else []
     names = dict.fromkeys(name for cell in cells for name in cell)
@@ -208,10 +205,10 @@ def _sheet(folder: Path, body: NewSheet) -> str:
 
 
 def _file(folder: Path, name: str) -> Path:
-    """The image of a name.
+    """Return the image of a name.
 
     Raises:
-        Rejected: the folder has no such file that canvax wrote.
+        Rejected: the folder has no such image that canvax wrote.
     """
     path = folder / name
     if not _NAME.fullmatch(name) or path.is_symlink() or not path.is_file() or _described(path, 0) is None:
@@ -235,7 +232,8 @@ def _restored(folder: Path, name: str) -> str:
 
 
 def _moved(path: Path, folder: Path) -> str:
-    """Moves an image, and those of a sheet, into a folder. Returns its name there, with a number if that is taken."""
+    """Move an image, or a sheet with its images, into a folder. Return the name there, with a number if the name was
+    taken."""
     name, number = path.name, 0
     while (folder / name).exists():
         number += 1

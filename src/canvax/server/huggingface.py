@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
-from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 
 from canvax.server.answers import (
     asked,
     client_of,
-    encoded,
+    completed,
     error_headers,
-    failure,
     in_words_of,
     json_answer,
     model_header,
     read_json,
-    settled,
 )
 from canvax.server.fields import Scale, Seed, Side, Steps, Strength
-from canvax.server.images_in import colours, image_of_bytes, image_of_text
-from canvax.server.jobs import MEDIA_TYPES, Engine, Format, Job, JobRequest, Rejected, Status
+from canvax.server.images_in import Pixels
+from canvax.server.jobs import MEDIA_TYPES, Engine, Format, JobRequest, Rejected
 from canvax.server.paths import ApiPath, Operation
 
 _FORMATS: dict[str, Format] = {media_type: kind for kind, media_type in MEDIA_TYPES.items()}
 _JSON = "application/json"
 _BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
-"""Of images as base64: PNG, JPEG, WebP; and GIF, which is refused in words."""
+"""First characters of images as base64: PNG, JPEG, WebP, and GIF, which is refused with a reason."""
 _FIELDS = {"prompt": "inputs", "steps": "num_inference_steps", "sampler": "scheduler", "image": "inputs"}
-"""What an argument of ``JobRequest`` is called here."""
+"""Arguments of ``JobRequest``, and their names in this API."""
 
 Text = Annotated[str, Meta(max_length=32_000)]
 
@@ -70,7 +67,7 @@ PREFIXES = ("/models/", "/hf")
 
 
 def routes(engine: Engine) -> list[ApiPath]:
-    """The routes: /models/NAME for a model by its name, /hf and / for the default one."""
+    """Return the paths: /models/NAME for a model by its name, /hf and / for the default model."""
 
     async def generate(request: Request) -> Response:
         name = request.path_params.get("name")
@@ -81,10 +78,12 @@ def routes(engine: Engine) -> list[ApiPath]:
         else:
             content = await read_json(request, Body, status=422, strict=False)
         job = await asked(request, engine, _ask, content, name, kind, client_of(request))
-        await settled(request, job)
-        if job.status is not Status.DONE:
-            raise failure(job)
-        return await _answer(job, as_json=media_type == _JSON)
+        await completed(request, job)
+        picture = job.pictures[0]
+        headers = {**model_header(job), "x-canvax-seed": str(picture.seed)}
+        if media_type == _JSON:
+            return json_answer({"data": [{"b64_json": picture.data, "seed": picture.seed}]}, headers)
+        return Response(picture.data, 200, headers, media_type=MEDIA_TYPES[kind])
 
     posted = Operation(generate, "A prompt, or an image as base64.", Body, images=True)
     paths = ("/models/{name:path}", "/hf/{name:path}", "/hf", "/")
@@ -92,17 +91,14 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 
 def error(refused: Rejected, request_id: str) -> Response:
-    """A refusal as Hugging Face's clients read it."""
-    headers = error_headers(refused, request_id)
-    if refused.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    """Format a refusal for Hugging Face's clients."""
     message, param = in_words_of(_FIELDS, refused)
     content = {"error": message, "error_type": refused.code, "param": param}
-    return Response(encoded(content), refused.status, headers, media_type=_JSON)
+    return json_answer(content, error_headers(refused, request_id), refused.status)
 
 
 def _accepted(accept: str) -> str:
-    """The type to answer with: PNG, unless another one is asked for by its name and liked better."""
+    """Return the media type of the answer: PNG, unless the header prefers another known type."""
     best, liked = "image/png", 0.0
     for part in accept.split(","):
         media_type, *parameters = (word.strip().lower() for word in part.split(";"))
@@ -118,17 +114,17 @@ def _accepted(accept: str) -> str:
 
 def _ask(body: Body | bytes, name: str | None, kind: Format, client: str) -> JobRequest:
     if isinstance(body, bytes):
-        return JobRequest("", model=name or None, image=_image(body), format=kind, client=client)
+        return JobRequest("", model=name or None, image=Pixels().read("inputs", body), format=kind, client=client)
     parameters = body.parameters or Parameters()
     image, prompt = None, body.inputs
     if parameters.prompt is not None or body.inputs.startswith(_BEGINNINGS):
-        image, prompt = _image(body.inputs), parameters.prompt or ""
+        image, prompt = Pixels().read("inputs", body.inputs), parameters.prompt or ""
     if len(prompt) > 32_000:
         raise Rejected(422, "invalid_value", "inputs: more than 32000 characters; shorten it", param="inputs")
     for side in ("width", "height"):
         mine, its = getattr(parameters, side), getattr(parameters.target_size, side, None)
         if None not in (mine, its) and mine != its:
-            problem = f"parameters.{side}={mine} beside target_size.{side}={its}; send one of them"
+            problem = f"parameters.{side}={mine} and target_size.{side}={its} differ; send one of them"
             raise Rejected(422, "invalid_value", problem, param=f"parameters.{side}")
     size = parameters.target_size
     return JobRequest(
@@ -147,17 +143,3 @@ def _ask(body: Body | bytes, name: str | None, kind: Format, client: str) -> Job
         format=kind,
         client=client,
     )
-
-
-def _image(content: str | bytes) -> Image.Image:
-    if isinstance(content, str):
-        return colours("inputs", image_of_text("inputs", content))
-    return colours("inputs", image_of_bytes("inputs", content))
-
-
-async def _answer(job: Job, *, as_json: bool) -> Response:
-    picture = job.pictures[0]
-    headers = {**model_header(job), "x-canvax-seed": str(picture.seed)}
-    if as_json:
-        return json_answer({"data": [{"b64_json": picture.data, "seed": picture.seed}]}, headers)
-    return Response(cast(bytes, picture.data), 200, headers, media_type=MEDIA_TYPES[job.request.format])

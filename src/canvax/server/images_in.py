@@ -1,4 +1,4 @@
-"""Images that clients send: PNG, JPEG or WebP by their content, small enough to decode, and never by a URL."""
+"""Images that clients send: small PNG, JPEG or WebP files, recognised by their content. No URL is ever fetched."""
 
 from __future__ import annotations
 
@@ -27,44 +27,33 @@ class Pixels:
     def __init__(self) -> None:
         self._left = MOST_PIXELS
 
-    def read(self, name: str, text: str, *, grey: bool = False) -> Image.Image:
-        """An image of base64, RGB; with ``grey`` a mask.
+    def read(self, name: str, sent: str | bytes, *, grey: bool = False) -> Image.Image:
+        """Decode a file, or the base64 text of one, as ``colours`` returns it.
 
         Raises:
-            Rejected: see ``image_of_text``; or there are too many pixels, before they are decoded.
+            Rejected: see ``decode``, ``bytes_of_text`` and ``colours``.
         """
-        return _read(name, self.decode(name, bytes_of_text(name, text)), grey=grey)
+        return colours(name, self.decode(name, bytes_of_text(name, sent) if isinstance(sent, str) else sent), grey=grey)
 
     def decode(self, name: str, data: bytes) -> Image.Image:
-        """The image of a file, with its transparency; likewise."""
-        image = image_of_bytes(name, data, self._left)
-        self._left -= image.width * image.height
-        return image
+        """Decode a PNG, JPEG or WebP, turned upright, with its transparency; ``name`` is the field, for errors.
 
-
-def image_of_bytes(name: str, data: bytes, most: int = MOST_PIXELS) -> Image.Image:
-    """A file's image, turned upright, with its transparency.
-
-    Args:
-        name: of the field, for errors.
-        data: of a PNG, JPEG or WebP.
-        most: pixels.
-
-    Raises:
-        Rejected: it is another kind of file, too large, animated or damaged.
-    """
-    try:
-        with Image.open(BytesIO(data), formats=tuple(dict.fromkeys(FORMATS.values()))) as image:
-            _check(name, image, most)
-            image.load()
-            return ImageOps.exif_transpose(image)
-    except UnidentifiedImageError:
-        raise _refused(name, "is not a PNG, JPEG or WebP; send one") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_large(name) from None
-    except (OSError, ValueError, SyntaxError, RuntimeError, EOFError, KeyError, IndexError, TypeError, ArithmeticError):
-        # Pillow's own words may hold addresses of memory.
-        raise _refused(name, "is damaged; save it again and send that") from None
+        Raises:
+            Rejected: the file is of another kind, too large, animated or damaged.
+        """
+        try:
+            with Image.open(BytesIO(data), formats=tuple(dict.fromkeys(FORMATS.values()))) as image:
+                _check(name, image, self._left)
+                image.load()
+                self._left -= image.width * image.height
+                return ImageOps.exif_transpose(image)
+        except UnidentifiedImageError:
+            raise _refused(name, "is not a PNG, JPEG or WebP; send one") from None
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise _too_large(name) from None
+        except (OSError, ValueError, SyntaxError, RuntimeError, LookupError, TypeError, ArithmeticError, EOFError):
+            # Pillow's own words may hold addresses of memory.
+            raise _refused(name, "is damaged; save it again and send that") from None
 
 
 def _check(name: str, image: Image.Image, most: int) -> None:
@@ -81,20 +70,11 @@ def _check(name: str, image: Image.Image, most: int) -> None:
         raise _refused(name, "is animated; save one of its frames as an image")
 
 
-def image_of_text(name: str, text: str) -> Image.Image:
-    """The same of base64, bare or as a data: URL.
-
-    Raises:
-        Rejected: also if it is an address of something, which is never fetched or opened.
-    """
-    return image_of_bytes(name, bytes_of_text(name, text))
-
-
 def bytes_of_text(name: str, text: str) -> bytes:
-    """The bytes of base64, bare or as a data: URL.
+    """Return the bytes of base64, bare or as a data: URL.
 
     Raises:
-        Rejected: it is none.
+        Rejected: the text is not base64.
     """
     if head := _DATA_URL.match(text):
         if not head[0].endswith(";base64,"):
@@ -109,42 +89,31 @@ def bytes_of_text(name: str, text: str) -> bytes:
         raise _refused(name, "is not base64; send a PNG, JPEG or WebP as base64 or as a data: URL") from None
 
 
-def colours(name: str, image: Image.Image) -> Image.Image:
-    """RGB, or RGBA of an image with an alpha channel: a model of images without puts it on white.
+def colours(name: str, image: Image.Image, *, grey: bool = False) -> Image.Image:
+    """Return an image as RGB, or as RGBA if it has an alpha channel; with ``grey`` as a mask.
+
+    White parts of a mask are generated anew. In an image with transparency the transparent parts are the mask.
 
     Raises:
-        Rejected: it has the colours of a printer.
+        Rejected: the image has CMYK colours.
     """
-    return _read(name, image, grey=False)
-
-
-def white_mask(name: str, image: Image.Image) -> Image.Image:
-    """A mask as most programs have it: white is generated anew. One that is painted into transparency is read there.
-
-    Raises:
-        Rejected: see ``colours``.
-    """
-    return _read(name, image, grey=True)
-
-
-def transparent_mask(name: str, image: Image.Image) -> Image.Image:
-    """The mask of an image whose transparent parts are to be generated anew; there it is white.
-
-    Raises:
-        Rejected: nothing of it could be transparent.
-    """
-    if not image.has_transparency_data:
-        raise _refused(name, "has no transparency; make the part transparent that is to be generated anew")
-    return ImageChops.invert(image.convert("RGBA").getchannel("A"))
-
-
-def _read(name: str, image: Image.Image, *, grey: bool) -> Image.Image:
     try:
         read = read_images(name, image, 1, grey=grey, alpha=True)[0]
         read.info = {}  # texts and profiles of the file's: nothing but pixels gets in
         return read
     except InputError as error:
         raise Rejected(400, "invalid_image", str(error), param=name) from None
+
+
+def transparent_mask(name: str, image: Image.Image) -> Image.Image:
+    """Return the mask of an image whose transparent parts are to be generated anew: white there.
+
+    Raises:
+        Rejected: the image has no transparency.
+    """
+    if not image.has_transparency_data:
+        raise _refused(name, "has no transparency; make the part transparent that is to be generated anew")
+    return ImageChops.invert(image.convert("RGBA").getchannel("A"))
 
 
 def _too_large(name: str) -> Rejected:

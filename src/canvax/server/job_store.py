@@ -22,10 +22,10 @@ from canvax.server.metrics import Metrics
 log = logging.getLogger("canvax.server")
 
 KEPT_BYTES = 512 << 20
-"""Of finished files that wait to be fetched."""
+"""Bytes of finished files that wait to be fetched."""
 
 PASSING = ("server_error", "out_of_memory", "draining", "model_unavailable")
-"""Codes of failures that another try may not meet."""
+"""Codes of failures after which a second try may succeed."""
 
 MOST_ATTEMPTS = 2
 """Processes that may be killed while they work on a job; then it fails."""
@@ -38,18 +38,18 @@ _PAUSE = 1.0
 
 
 class JobStore:
-    """All jobs that are known.
+    """All known jobs.
 
     Args:
-        metrics: counts those that end.
-        journal: where they are written; None for nowhere.
-        keep: seconds for which a job can be asked for when it is over.
+        metrics: counts the jobs that end.
+        journal: file of the jobs; None for none.
+        keep: seconds for which a job is kept after its end.
         ended: called with each job that ends, under the lock.
-        log_prompts: whether the log holds them.
+        log_prompts: write prompts into the log.
 
     Attributes:
-        lock: for whoever reads and changes several things at once.
-        changed: with that lock: notified when an image is done, or a job over.
+        lock: held while several values are read and changed together.
+        changed: condition with that lock, notified when an image is done or a job is over.
     """
 
     def __init__(
@@ -68,14 +68,15 @@ class JobStore:
         self._open: OrderedDict[str, Job] = OrderedDict()
         self._over: OrderedDict[str, tuple[float, Job]] = OrderedDict()
         self._once: dict[tuple[str, str], Job] = {}
+        self._claimed: set[tuple[str, str]] = set()
         self._limited: dict[str, Job] = {}
         self._held: OrderedDict[str, tuple[float, Job, Rejected]] = OrderedDict()
         self._tries = 0.0
         self._counted: set[str] = set()  # jobs of which the journal counts an attempt of this process
         self._begun: Future[None] | None = None
         self.complete = journal is None
-        """Whether all jobs of the journal are known."""
-        # Whoever holds the lock must not wait for the disk: what no client waits for is written in this thread.
+        """True if all jobs of the journal are known."""
+        # No thread with the lock may wait for the disk: writes that no client waits for are made in this thread.
         self._later = ThreadPoolExecutor(1, "canvax journal")
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class JobStore:
             self._journal.close()
 
     def records(self) -> bool:
-        """Whether the journal can be written. Where it could not be, another try begins, and a later call says more."""
+        """Return if the journal can be written. If not, try again in the background, for a later call."""
         if self._journal is None or self._journal.broken is None:
             return True
         if (now := time.monotonic()) >= self._tries:
@@ -96,7 +97,7 @@ class JobStore:
         return False
 
     def get(self, name: str, client: str) -> Job | None:
-        """A job of this client. Without the lock, for which an event loop cannot wait."""
+        """Return a job of this client, without the lock, for which an event loop cannot wait."""
         job = self._open.get(name)
         if job is None:
             when, job = self._over.get(name, (0.0, None))
@@ -104,49 +105,58 @@ class JobStore:
         return job if job and job.request.client == client else None
 
     def open(self) -> Sequence[Job]:
-        """Those that are not over, oldest first."""
+        """Return the jobs that are not over, oldest first."""
         with self.lock:
             return list(self._open.values())
 
     def earlier(self, job_request: JobRequest) -> Job | None:
-        """The job that an Idempotency-Key names, unless it failed and another try may not.
+        """Return the job of a request's Idempotency-Key; None without one, or if it failed and may be tried again.
 
         Raises:
-            Rejected: it was another request's.
+            Rejected: the key was used for another request.
         """
-        if not job_request.once:
-            return None
         with self.lock:
             self.forget()
-            job = self._once.get((job_request.client, job_request.once))
+            job = self._once.get((job_request.client, job_request.once or ""))
         if job is not None and job.status is Status.FAILED and job.error and job.error[0] in PASSING:
             return None
         if job is not None and without_pixels(job.request) != without_pixels(job_request):
             raise Rejected(422, "key_reused", "this Idempotency-Key was used for another request; choose a new one")
         return job
 
-    def packed(self, job: Job) -> tuple[Any, ...] | None:
-        """The row of a new job in the journal: its images are encoded here, so that ``record`` is quick.
+    @contextmanager
+    def claimed(self, job_request: JobRequest) -> Iterator[Job | None]:
+        """Yield the result of ``earlier``. Another request with the same Idempotency-Key waits until this one is over.
 
         Raises:
-            Rejected: it cannot be written.
+            Rejected: as ``earlier``.
         """
-        with _recording():
-            return self._journal.packed(job) if self._journal else None
+        if not job_request.once:
+            yield None
+            return
+        key = job_request.client, job_request.once
+        with self.changed:
+            self.changed.wait_for(lambda: key not in self._claimed)
+            self._claimed.add(key)
+        try:
+            yield self.earlier(job_request)
+        finally:
+            with self.changed:
+                self._claimed.remove(key)
+                self.changed.notify_all()
 
-    def record(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
+    def record(self, job: Job) -> None:
         """Write a new job into the journal, before ``enter``. It waits for the disk: call it without the lock.
-
-        Args:
-            job: the job.
-            row: the result of ``packed``.
 
         Raises:
             Rejected: the job cannot be written.
         """
-        with _recording():
+        try:
             if self._journal:
-                self._journal.accepted(job, row)
+                self._journal.accepted(job)
+        except CanvaxError as error:
+            log.error("journal: %s", error)
+            raise Rejected(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
 
     def enter(self, job: Job) -> None:
         """Add a new job, which is in the journal already."""
@@ -158,7 +168,7 @@ class JobStore:
                 self._limited[job.id] = job
 
     def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
-        """The jobs of a journal that are not over, one after the other: each holds its images, decoded."""
+        """Yield the jobs of a journal that are not over, each with its images decoded."""
         for job in self._journal.recover(cancel) if self._journal else ():
             self.enter(job)
             if job.status.over:
@@ -176,23 +186,23 @@ class JobStore:
         self.complete = True
 
     def hold(self, job: Job, refused: Rejected) -> None:
-        """Keep a job of the journal that this server cannot do: it fails later, unless another server is started."""
+        """Keep a job of the journal that this server cannot do. It fails later, if no other server starts first."""
         with self.lock:
             job.hints = (refused.message,)
             self._held[job.id] = time.monotonic() + self._keep, job, refused
 
     def held(self) -> Sequence[tuple[Job, Rejected]]:
-        """The jobs that are kept in this way, and why."""
+        """Return the jobs that ``hold`` keeps, with the reasons."""
         return [(job, refused) for _, job, refused in self._held.values()]
 
     def begins(self, job: Job) -> None:
-        """An image of a job begins; under the lock. Wait for ``counted`` before it can do any harm."""
+        """Count an attempt before an image of a job begins. Call this with the lock, then ``counted`` without it."""
         if self._journal and job.id not in self._counted:
             self._counted.add(job.id)
             self._begun = self._write_later(self._journal.begun, job)
 
     def rests(self, *jobs: Job) -> None:
-        """No image of these jobs is at work: if the process is killed now it was not for them. Under the lock."""
+        """Take back attempts at jobs without an image at work: they cannot kill the process now. With the lock."""
         counted = [job for job in jobs if job.id in self._counted]
         if self._journal and counted:
             self._counted -= {job.id for job in counted}
@@ -206,7 +216,7 @@ class JobStore:
                 begun.result(_PATIENCE)
 
     def finished(self, job: Job, index: int) -> None:
-        """An image has its file; with the last one the job is done. It waits for the disk, without the lock."""
+        """Record that an image has its file; after the last one the job is done. Waits for the disk, without lock."""
         if self._journal:
             self._journal.finished(job, index)
         with self.lock:
@@ -219,14 +229,14 @@ class JobStore:
                 self.end(job, Status.DONE)
 
     def fail(self, job: Job, code: str, message: str, *, resumes: bool = False) -> None:
-        """A job fails; one that ``resumes`` stays in the journal, for the next server."""
+        """Fail a job. A job that ``resumes`` stays in the journal, for the next server."""
         with self.lock:
             if not job.status.over:
                 job.error = code, message
                 self.end(job, Status.FAILED, parked=resumes and self._journal is not None)
 
     def end(self, job: Job, status: Status, *, parked: bool = False) -> None:
-        """A job is over. Does nothing where it was. ``parked``: for its clients alone, the next server goes on."""
+        """End a job that is not over. A ``parked`` job is over for its clients; the next server continues it."""
         with self.lock:
             if job.status.over:
                 return
@@ -263,7 +273,7 @@ class JobStore:
                     self.fail(job, "timeout", f"the images were not done within {job.request.seconds:g} s")
 
     def until_late(self) -> float | None:
-        """Seconds until ``expire`` has something to do; None if it never has."""
+        """Return the seconds until ``expire`` has something to do; None if it never has."""
         now = time.time()
         ends = [job.created + (job.request.seconds or 0) - now for job in self._limited.values()]
         held = [until - time.monotonic() for until, _, _ in self._held.values()]
@@ -285,17 +295,17 @@ class JobStore:
                 self._write_later(self._journal.forget, *gone)
 
     def _forgets(self) -> float:
-        """Seconds until a job has been kept for long enough."""
+        """Return the seconds until a job has been kept long enough."""
         when = next((when for when, _ in self._over.values()), math.inf)
         return when + self._keep - time.monotonic()
 
     def _write_later(self, write: Callable[..., None], *jobs: Job) -> Future[None] | None:
-        with suppress(RuntimeError):  # the book is closed
+        with suppress(RuntimeError):  # the store is closed
             return self._later.submit(write, *jobs)
         return None
 
     def _line(self, job: Job, outcome: str) -> dict[str, Any]:
-        """Of the log: what was asked for, without words or pictures unless they are asked for."""
+        """Return the line of the log: the request without prompts, unless they are asked for, and without images."""
         job_request, picture = job.request, job.pictures[0]
         line = {
             "time": now(), "job": job.id, "client": job_request.client, "model": job.model,
@@ -310,17 +320,8 @@ class JobStore:
         )
 
 
-@contextmanager
-def _recording() -> Iterator[None]:
-    try:
-        yield
-    except CanvaxError as error:
-        log.error("journal: %s", error)
-        raise Rejected(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
-
-
 def reason(error: Exception) -> tuple[str, str]:
-    """Code and message for a job that a fault ends."""
+    """Return the code and the message of a job that an error ends."""
     if is_out_of_memory(error):
         return "out_of_memory", "the devices have too little memory for this image; ask for a smaller one"
     if isinstance(error, CanvaxError):

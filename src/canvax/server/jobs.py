@@ -1,4 +1,4 @@
-"""What the APIs ask of an engine, and what they hear from it. No HTTP, no JAX."""
+"""Records that the APIs and the engine exchange. No HTTP, no JAX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -31,14 +30,14 @@ MEDIA_TYPES: dict[Format, str] = {"png": "image/png", "jpeg": "image/jpeg", "web
 
 
 class Rejected(Exception):
-    """A request that is not accepted.
+    """The refusal of a request.
 
     Attributes:
-        status: of HTTP: 400, 404, 413, 429 or 503.
-        code: in a word: ``invalid_value``, ``model_not_found``, ``size_not_ready``, ``queue_full``, ``draining``.
-        message: a sentence for people, which names the cure.
-        param: which argument, if it is one.
-        retry_after: seconds after which it may be tried again.
+        status: HTTP status: 400, 404, 413, 429 or 503.
+        code: a word, such as ``invalid_value``, ``model_not_found``, ``size_not_ready``, ``queue_full``, ``draining``.
+        message: a sentence with the cure.
+        param: the argument that cannot be used; None for no single one.
+        retry_after: seconds after which the request may be sent again.
     """
 
     def __init__(
@@ -49,19 +48,19 @@ class Rejected(Exception):
 
 
 def invalid(param: str | None, message: str) -> Rejected:
-    """A value that cannot be used."""
+    """Return a refusal of a value that cannot be used."""
     return Rejected(400, "invalid_value", message, param=param)
 
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An image that an IP-Adapter reads beside the prompt.
+    """An image that an IP-Adapter reads in addition to the prompt.
 
     Attributes:
-        image: decoded and checked for its size in pixels, as all are here.
-        scale: how strong it is: a number, or a table by part of the UNet.
-        mask: where it acts, white; None for everywhere.
-        adapter: which of the server's adapters reads it, from 0.
+        image: decoded, with a checked number of pixels, as all images here.
+        scale: strength: a number, or a table by part of the UNet.
+        mask: white where the image acts; None for everywhere.
+        adapter: index of the server's adapter that reads it, from 0.
     """
 
     image: Image.Image
@@ -72,42 +71,41 @@ class PromptImage:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Images that someone wants. What is None is the model's default.
+    """A request for images. None means the model's default.
 
     Attributes:
-        prompt: what to show.
-        negative_prompt: what to keep away from.
+        prompt: the text of the image.
+        negative_prompt: text that the image should not show.
         model: a name that ``Engine.models`` lists; None for the first.
-        n: images; image i has ``seed + i``.
-        width: pixels.
-        height: pixels.
-        steps: of the sampler.
+        n: number of images; image i has ``seed + i``.
+        width: width in pixels.
+        height: height in pixels.
+        steps: steps of the sampler.
         guidance_scale: 1 or less (0 for Z-Image and Krea 2) switches guidance off.
         sampler: any name that ``canvax samplers`` knows.
-        seed: None chooses one.
-        image: what to begin from, decoded and checked for its size in pixels. Without a mask and a strength a model
-            that edits reads it as a reference image.
+        seed: seed of the first image; None for a random one.
+        image: image to begin from, decoded, with a checked number of pixels. Without a mask and a strength a model that
+            edits reads it as a reference image.
         references: further reference images.
         mask: white is generated anew.
-        strength: 0..1, how much of the run is done.
-        upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
-        source_prompt: that the image was generated with, for the metadata of one that is enlarged without a prompt.
-        control: control images: one, or of several types a dict; with several networks a list of one for each, None
-            for one that is left out. How strong they are is among the options. True with ``upscale``: each tile is its
-            own.
+        strength: 0..1, share of the run that is done.
+        upscale: factor by which the image is enlarged, tile by tile; None for other tasks.
+        source_prompt: prompt of the image, for the metadata if it is enlarged without a prompt.
+        control: control images: one, or a dict by type; with several networks a list with an entry for each, None to
+            leave one out. Their strengths are options. True with ``upscale``: each tile is the control image of itself.
         image_prompt: images that IP-Adapters read; None for none.
-        options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
-        lenient: options that change nothing are passed over, and not refused: A1111's clients send whole forms.
+        options: values of ``canvax.Options`` by name; the engine refuses options that it does not offer.
+        lenient: ignore options that change nothing instead of refusing them: A1111's clients send whole forms.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
-        vae: an autoencoder that ``ModelCard.vaes`` lists, in place of the model's.
-        controlnet: networks that ``ModelCard.controlnets`` lists, in place of those of the start: a name, or a list.
-        format: of the finished images.
-        quality: of JPEG and WebP, 1..100.
-        previews: of each image on its way, at most; 0 for none.
-        metadata: whether settings are written into the images.
-        client: who asks: the id of an API key, or "" for all who have none. Clients share the engine fairly.
-        once: what an Idempotency-Key header said. The same client's next job with it is the first one again.
-        seconds: after which the answer is of no use to anyone; the job fails then.
+        vae: an autoencoder that ``ModelCard.vaes`` lists, instead of the model's.
+        controlnet: networks that ``ModelCard.controlnets`` lists, instead of those of the start: a name, or a list.
+        format: format of the finished images.
+        quality: quality of JPEG and WebP, 1..100.
+        previews: previews of each image at most; 0 for none.
+        metadata: write the settings into the images.
+        client: the id of the client's API key, or "" for all clients without a key. Clients share the engine fairly.
+        once: value of the header Idempotency-Key. Further requests of the same client with this value are the same job.
+        seconds: seconds after which the job fails, since the answer is of no use any more.
     """
 
     prompt: str
@@ -143,9 +141,10 @@ class JobRequest:
 
 
 def without_pixels(job_request: JobRequest) -> JobRequest:
-    """An ask with a text in place of each image: a job that was accepted keeps no pixels.
+    """Return a job request with a text instead of each image: an accepted job keeps no pixels.
 
-    With an Idempotency-Key it is the image's fingerprint, so that another try can be compared with the first one.
+    With an Idempotency-Key the text is the image's fingerprint, so that a second request can be compared with the
+    first.
     """
 
     def marked(value: Any) -> Any:
@@ -162,7 +161,7 @@ def without_pixels(job_request: JobRequest) -> JobRequest:
 
 
 class Status(StrEnum):
-    """Of a job, and of each of its images."""
+    """Status of a job, and of each of its images."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -172,7 +171,7 @@ class Status(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen."""
+        """True if nothing more will happen."""
         return self in (Status.DONE, Status.FAILED, Status.CANCELLED)
 
 
@@ -226,7 +225,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Previewed:
-    """How an image looks now: a small JPEG or WebP file, or one in the format that was asked for."""
+    """A preview of an image: a small JPEG or WebP file, or a file in the requested format."""
 
     index: int
     step: int
@@ -234,7 +233,7 @@ class Previewed:
     data: bytes
     media_type: str
     number: int
-    """Of this image's previews, from 0."""
+    """Number among this image's previews, from 0."""
 
 
 @dataclass(frozen=True)
@@ -262,23 +261,20 @@ class Job:
     ) -> None:
         self.id = name or uuid.uuid4().hex
         self.request, self.model, self.pictures = job_request, model, list(pictures)
-        self._first = weakref.ref(job_request)
-        self.tiles = 0
-        """That its image is made of; 0 where nothing is made of tiles."""
         self.created = time.time() if created is None else created
         self.resumed = created is not None
-        """Whether an earlier process accepted it."""
+        """True if an earlier process accepted the job."""
         self.attempts = 0
-        """Processes that were killed after they had begun it, while it had no image since."""
+        """Number of processes that were killed at work on the job, since its last finished image."""
         self.status = Status.QUEUED
         self.error: tuple[str, str] | None = None
         """Code and message of a job that failed."""
         self.ahead = 0
-        """Images that come before it."""
+        """Count of images that come before the job."""
         self.waits_for = ""
-        """What must be done before its images can begin, such as "compiling, 2 of 5 programs"; "" if nothing must."""
+        """Work that must be done before its images can begin, such as "compiling, 2 of 5 programs"; "" for none."""
         self.hints: tuple[str, ...] = ()
-        """What is said to whoever asked, such as words that the model never saw."""
+        """Text of hints to the client, such as words that the model never saw."""
         self.seconds_left: float | None = None
         self._cancel = cancel
         self._lock = threading.Lock()
@@ -287,23 +283,19 @@ class Job:
 
     @property
     def looked_at(self) -> bool:
-        """Whether anybody would see a preview that is made now."""
+        """True if a client would see a preview that is made now."""
         return self._viewers > 0 or time.monotonic() < self._looked
 
     def look(self, seconds: float = LOOKS) -> None:
-        """Somebody will want previews for so many seconds, without watching events."""
+        """Make previews for so many seconds, for a client that does not watch events."""
         self._looked = max(self._looked, time.monotonic() + seconds)
 
-    def is_of(self, job_request: JobRequest) -> bool:
-        """Whether it was made for this very ask, and not for an earlier one with the same Idempotency-Key."""
-        return self._first() is job_request
-
     def cancel(self) -> None:
-        """Give it up: its images leave the batch before the next step. Does nothing where it is over."""
+        """Cancel the job: its images leave the batch before the next step. A job that is over stays as it is."""
         self._cancel(self)
 
     def tell(self, event: Event) -> None:
-        """Called by the engine, from its thread: tell all who watch."""
+        """Send an event to all watchers. For the engine's thread."""
         if isinstance(event, Changed):
             self.status = event.status
         with self._lock:
@@ -312,9 +304,10 @@ class Job:
             mailbox.post(event)
 
     async def watch(self, *, previews: bool = True) -> AsyncIterator[Event]:
-        """Events from now on, beginning with the present status; ends when the job is over.
+        """Yield events from now on, beginning with the present status, until the job is over.
 
-        Who reads slowly misses previews and steps, never an image or the end. ``previews``: whether they are of use.
+        A slow reader misses previews and steps, never an image or the end. ``previews``: make previews for this
+        watcher.
         """
         mailbox = _Mailbox()
         with self._lock:
@@ -350,8 +343,8 @@ class _Mailbox:
         self._some = asyncio.Event()
 
     def post(self, event: Event) -> None:
-        """From any thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is there any more
+        """Post an event, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._put, event)
 
     async def next(self) -> Event:
@@ -362,7 +355,7 @@ class _Mailbox:
         return event
 
     def _put(self, event: Event) -> None:
-        if isinstance(event, Stepped | Previewed):  # in place of one of its kind that nobody has read yet
+        if isinstance(event, Stepped | Previewed):  # instead of an unread event of the same kind
             for i, other in enumerate(self._events):
                 if isinstance(other, type(event)) and other.index == event.index:
                     self._events[i] = event
@@ -373,13 +366,13 @@ class _Mailbox:
 
 @dataclass(frozen=True)
 class ControlCard:
-    """What clients see of a network that reads control images.
+    """A network that reads control images, as clients see it.
 
     Attributes:
-        name: its file's or its folder's, without those above it.
+        name: name of its file or folder, without the folders above.
         kind: "controlnet", "union" or "t2i-adapter".
         types: names of the types of control image that a union takes.
-        fault: why it cannot be used with the model; "" if it can.
+        fault: the reason why the model cannot use it; "" for none.
     """
 
     name: str
@@ -390,39 +383,39 @@ class ControlCard:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What clients see of a model.
+    """A model as clients see it.
 
     Attributes:
         id: its name in requests.
-        family: such as "Stable Diffusion".
-        native: width and height that it was trained for.
-        sizes: width and height of those that are ready.
-        any_size: whether others may be asked for, which wait for a compiler.
-        size_step: widths and heights are divisible by it.
-        steps: by default.
-        guidance_scale: by default.
-        sampler: by default.
-        max_images: of one job.
-        max_steps: likewise.
+        family: title, such as "Stable Diffusion".
+        native: width and height that the model was trained for.
+        sizes: widths and heights that are ready.
+        any_size: other sizes can be requested; they wait for a compiler.
+        size_step: divisor of all widths and heights.
+        steps: default number of steps.
+        guidance_scale: default guidance scale.
+        sampler: default sampler.
+        max_images: limit of images of a job.
+        max_steps: limit of steps of a job.
         tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing".
-        examples: prompts that it is good at.
-        prompts: all concepts that it knows; none for most models, which take any prompt.
-        styles: words that choose its style, written as ", STYLE style" behind a prompt.
-        guided: whether it reads a guidance scale.
-        no_guidance: the guidance scale that is none, with which no negative prompt is read.
-        negative_prompt: whether it reads one with guidance.
-        prompt_weights: whether it reads weights of words, in a syntax other than plain text.
-        clip_skip: layers of its text encoder that can be left out, at most.
-        references: images that it can edit at once, at most; 0 if it does not edit.
-        samplers: names of those that it can use; None for all.
+        examples: prompts that suit the model.
+        prompts: all concepts that the model knows; empty for most models, which take any prompt.
+        styles: words that choose a style, written as ", STYLE style" after a prompt.
+        guided: the model reads a guidance scale.
+        no_guidance: guidance scale that switches guidance off, and with it the negative prompt.
+        negative_prompt: the model reads a negative prompt with guidance.
+        prompt_weights: the model reads weights of words, in a syntax other than plain text.
+        clip_skip: most layers of its text encoder that can be skipped.
+        references: most images that it can edit at once; 0 if it does not edit.
+        samplers: names of samplers that it can use; None for all.
         created: unix seconds.
-        sha256: of its file; "" if it is a folder, or until it is computed.
+        sha256: hash of its file; "" for a folder, or until it is computed.
         controls: the networks that read control images, in their order.
-        ip_adapters: names of those that read image prompts, likewise.
-        vae: the name of the autoencoder that stands in for the model's; "" for its own.
-        vaes: names of those that a request may name, with the reason where one cannot be used, else "".
+        ip_adapters: names of the IP-Adapters, in their order.
+        vae: name of the autoencoder that replaces the model's; "" for the model's.
+        vaes: names of autoencoders that a request may name, with the reason if one cannot be used, else "".
         controlnets: the networks of the folder of models that a request may name.
-        hires_strength: of a second pass over the enlarged image, by default.
+        hires_strength: default strength of a second pass over the enlarged image.
         file: its place in the folder of models; "" for a model from elsewhere.
     """
 
@@ -466,12 +459,12 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class AdapterCard:
-    """What clients see of an adapter that requests may name.
+    """An adapter that requests may name, as clients see it.
 
     Attributes:
-        name: that of its file.
-        alias: what its trainer called it.
-        file: without the folders above it.
+        name: name of its file.
+        alias: name that its trainer gave it.
+        file: file name without folders.
     """
 
     name: str
@@ -481,13 +474,13 @@ class AdapterCard:
 
 @dataclass(frozen=True)
 class EmbeddingCard:
-    """What clients see of a textual inversion that prompts may name.
+    """A textual inversion that prompts may name, as clients see it.
 
     Attributes:
-        name: as prompts write it.
-        fault: why it cannot be used with the model; "" if it can.
-        vectors: how many it has.
-        width: of each.
+        name: the word in prompts.
+        fault: the reason why the model cannot use it; "" for none.
+        vectors: number of vectors.
+        width: width of each vector.
     """
 
     name: str
@@ -497,7 +490,7 @@ class EmbeddingCard:
 
 
 class State(StrEnum):
-    """Of an engine."""
+    """State of an engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -512,7 +505,7 @@ _UNREADY = {
     State.FAILED: ("the server does not work; its log says why", None),
     State.DRAINING: ("the server is shutting down", 10),
 }
-"""Why nothing is accepted, and after how many seconds it may be."""
+"""Reasons why nothing is accepted, and seconds until it may be."""
 
 
 def check_ready(state: State, progress: str = "") -> None:
@@ -527,19 +520,19 @@ class Engine(Protocol):
 
     @property
     def starting(self) -> str:
-        """How far it is, where it accepts no job yet; else ""."""
+        """Progress of the start, while no job is accepted; "" afterwards."""
         ...
 
     def models(self) -> Sequence[ModelCard]:
-        """The models, the default first.
+        """Return the models, the default first.
 
         Raises:
-            Rejected: they are not loaded yet.
+            Rejected: the models are not loaded yet.
         """
         ...
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
-        """The adapters that a model's requests may name; ``refresh``: look at the folder again.
+        """Return the adapters that a model's requests may name; ``refresh``: look into the folder again.
 
         Raises:
             Rejected: there is no such model.
@@ -547,19 +540,19 @@ class Engine(Protocol):
         ...
 
     def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
-        """The textual inversions that a model's prompts may name; as ``adapters``."""
+        """Return the textual inversions that a model's prompts may name; arguments as of ``adapters``."""
         ...
 
     def submit(self, job_request: JobRequest, /) -> Job:
         """Accept a job. Blocks for milliseconds: call it off the event loop.
 
         Raises:
-            Rejected: it cannot be done at all, or not now.
+            Rejected: the job cannot be done at all, or not now.
         """
         ...
 
     def job(self, name: str, client: str) -> Job | None:
-        """A job of this client by its id, for ten minutes after it is over.
+        """Return a job of this client by its id, until ten minutes after it is over.
 
         Raises:
             Rejected: the jobs of the journal are still to be read, and this may be one of them.
@@ -567,7 +560,7 @@ class Engine(Protocol):
         ...
 
     def jobs(self, client: str | None = None) -> Sequence[Job]:
-        """The jobs that are not over, oldest first: all, or those of a client.
+        """Return the jobs that are not over, oldest first: all jobs, or those of a client.
 
         Raises:
             Rejected: for a client, as ``job``.

@@ -33,7 +33,6 @@ from canvax.server.answers import (
     client_of,
     data_url,
     decoding,
-    encoded,
     error_headers,
     json_answer,
     model_named,
@@ -46,7 +45,7 @@ from canvax.server.answers import (
 )
 from canvax.server.control import public_names
 from canvax.server.fields import Scale, Seed, Side, Strength, Times
-from canvax.server.images_in import Pixels, bytes_of_text, colours, image_of_bytes, image_of_text, white_mask
+from canvax.server.images_in import Pixels, bytes_of_text
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Changed,
@@ -67,18 +66,22 @@ from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS,
 from canvax.settings import offered
 
 PREVIEWS = 8
-"""Of an image, where a client wants any."""
+"""Previews of an image, if its client asked for previews."""
 
 COMES = 2.0
-"""Seconds within which a client that wants previews begins to watch its job."""
+"""Seconds within which such a client begins to watch its job."""
 
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
     "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
     "options": "options", "model": "model", "vae": "vae",
 }  # fmt: skip
-"""What metadata calls the fields of a job."""
+"""Names of settings in metadata, and the fields of a job that they become."""
 
+
+_SAME = ("prompt", "negative_prompt", "n", "steps", "guidance_scale", "sampler", "strength", "upscale", "controlnet",
+         "format", "quality", "metadata", "seconds")  # fmt: skip
+"""Fields of a body that a job request has under the same name."""
 
 Text = Annotated[str, Meta(max_length=40)]
 FileName = Annotated[str, Meta(max_length=300)]
@@ -136,7 +139,7 @@ PREFIXES = ("/api/",)
 
 
 def routes(engine: Engine) -> list[ApiPath]:
-    """The routes under /api."""
+    """Return the paths under /api."""
 
     async def models(_: Request) -> Response:
         cards = [_card(card, default=i == 0) for i, card in enumerate(engine.models())]
@@ -189,7 +192,7 @@ def routes(engine: Engine) -> list[ApiPath]:
         return Response(data, headers=headers, media_type=MEDIA_TYPES[job.request.format])
 
     async def events(request: Request) -> Response:
-        # The job goes on when its watcher leaves: DELETE is what cancels it.
+        # The job continues when its watcher disconnects: only DELETE cancels it.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(job_of(request)), headers=headers, media_type="text/event-stream")
 
@@ -201,7 +204,7 @@ def routes(engine: Engine) -> list[ApiPath]:
         data = await request.body()
         return Response(await decoding(_control_image, data, request.path_params["kind"]), media_type="image/png")
 
-    how, mapped = "How an image was made.", "The control image that `control_from` makes of an image, as PNG."
+    how, mapped = "How an image was made.", "The control image by `control_from`, as PNG."
     return [
         ApiPath(
             "/api/jobs",
@@ -221,16 +224,13 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 
 def error(refused: Rejected, request_id: str) -> Response:
-    """A refusal in this API's form."""
-    headers = error_headers(refused, request_id)
-    if refused.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    """Format a refusal."""
     content = {"error": {"message": refused.message, "code": refused.code, "param": refused.param}}
-    return Response(encoded(content), refused.status, headers, media_type="application/json")
+    return json_answer(content, error_headers(refused, request_id), refused.status)
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """A job as it is sent."""
+    """Return a job as JSON values."""
     code_message = job.error and {"code": job.error[0], "message": job.error[1]}
     return {
         "id": job.id,
@@ -270,7 +270,7 @@ def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
 
 
 def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequest:
-    """What a body asks for. Decodes its images, so it is called off the event loop."""
+    """Make a job request of a body. Call this off the event loop: it decodes images."""
     card = model_named(engine, body.model)
     if body.quality is not None and body.format == "png":
         problem = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
@@ -285,10 +285,10 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
     image, mask, source_prompt = None, None, ""
     if body.image is not None:
         data = bytes_of_text("image", body.image)
-        image = colours("image", image_of_bytes("image", data))
+        image = Pixels().read("image", data)
         source_prompt = prompt_in(io.BytesIO(data)) if body.upscale is not None and not body.prompt else ""
     if body.mask is not None:
-        mask = white_mask("mask", image_of_text("mask", body.mask))
+        mask = Pixels().read("mask", body.mask, grey=True)
         if image is not None and mask.size != image.size:
             sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
             raise Rejected(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
@@ -303,40 +303,28 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         width, height = nearest_size(card, seen.size)
     control_options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     return JobRequest(
-        body.prompt,
-        negative_prompt=body.negative_prompt,
+        **{name: getattr(body, name) for name in _SAME},
         model=card.id if body.model is None else body.model,
-        n=body.n,
         width=width,
         height=height,
-        steps=body.steps,
-        guidance_scale=body.guidance_scale,
-        sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
         references=tuple(pixels.read("references", reference) for reference in body.references),
         mask=mask,
-        strength=body.strength,
-        upscale=body.upscale,
         source_prompt=source_prompt,
         control=control,
         image_prompt=image_prompt,
         options={**(body.options or {}), **control_options},
         adapters=body.adapters or {},
         vae=body.vae or None,
-        controlnet=body.controlnet,
-        format=body.format,
-        quality=body.quality,
         previews=PREVIEWS if body.previews else 0,
-        metadata=body.metadata,
         client=client,
         once=once,
-        seconds=body.seconds,
     )
 
 
 def _control(value: Any, pixels: Pixels) -> Any:
-    """Control images, decoded, in the form in which they were sent."""
+    """Decode control images, in the form in which they were sent."""
     if isinstance(value, list):
         return [_control(entry, pixels) for entry in value]
     if isinstance(value, dict):
@@ -347,7 +335,7 @@ def _control(value: Any, pixels: Pixels) -> Any:
 
 
 def _mapped(control: Any, kind: str) -> Any:
-    """Control images made of the images that were sent, such as their edges.
+    """Make control images of the images that were sent, such as their edges.
 
     Raises:
         Rejected: there is no such kind, or no image.
@@ -366,7 +354,7 @@ def _mapped(control: Any, kind: str) -> Any:
 
 
 def _first(control: Any) -> Image.Image | None:
-    """The first control image, whose size is generated if nothing else says otherwise."""
+    """Return the first control image, whose size is the default size of the images."""
     control = None if control is True else control
     while isinstance(control, list | dict):
         control = next((entry for entry in (control.values() if isinstance(control, dict) else control) if entry), None)
@@ -374,7 +362,7 @@ def _first(control: Any) -> Image.Image | None:
 
 
 def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixels) -> list[PromptImage] | None:
-    """Image prompts, decoded."""
+    """Decode image prompts."""
     if value is None:
         return None
     prompts = [NewPrompt(value)] if isinstance(value, str) else value if isinstance(value, list) else [value]
@@ -391,7 +379,7 @@ def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixel
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
-    """Server-sent events; begins with how the job is, and what is done already."""
+    """Yield server-sent events, first the present state of the job and its finished images."""
     sent: set[int] = set()
     began = None if job.status.over else Changed(job.status)
     yield sent_event("job", job_json(job))
@@ -430,7 +418,7 @@ def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
 
 
 def _inspected(data: bytes) -> bytes:
-    """How an image says it was made, as a job that makes it again; no pixel is decoded."""
+    """Return the settings of an image as a job that makes it again; no pixel is decoded."""
     try:
         metadata = metadata_in(io.BytesIO(data), Path("the image"))
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
@@ -444,20 +432,20 @@ def _inspected(data: bytes) -> bytes:
 
 
 def _control_image(data: bytes, kind: str) -> bytes:
-    """The PNG of the control image that ``control_from`` makes of an image file."""
+    """Return a control image of an image file, as ``control_from`` makes it, as PNG."""
     file = io.BytesIO()
-    _mapped(colours("image", image_of_bytes("image", data)), kind).save(file, "png")
+    _mapped(Pixels().read("image", data), kind).save(file, "png")
     return file.getvalue()
 
 
 def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an image; of a grid those of its first one."""
+    """Return the recorded settings of an image; for a grid those of its first image."""
     grid = metadata.get("grid")
     return grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
 
 
 def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata as ``settings``, fields of a job that makes the image again, and ``missing``, names of the rest."""
+    """Return ``settings``, fields of a job that makes an image again, and ``missing``, names of its other settings."""
     recorded = recorded_in(metadata)
     lost = lost_settings(recorded)
     given = {name: value for name, value in recorded.items() if name in _FIELDS and name not in lost}
@@ -471,7 +459,7 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
         fields["vae"] = public_names([vae])[0]
     options = fields.get("options")
     left_out = []
-    if curve := _curve_in(fields):  # as a setting of its own
+    if curve := _curve_in(fields):  # as a separate setting
         fields["options"] = options = {**(options if isinstance(options, dict) else {}), "sigmas": curve}
     if isinstance(options, dict):
         left_out = [name for name in options if name in NOT_OFFERED]
@@ -500,7 +488,7 @@ def _curve_in(fields: dict[str, Any]) -> str | None:
 
 
 def _fits(field: str, value: Any) -> bool:
-    """Whether a job may say so."""
+    """Check if a field of a job may have a value."""
     try:
         msgspec.convert(value, _TYPES[field])
     except msgspec.ValidationError:

@@ -23,14 +23,14 @@ from canvax.server.jobs import Job, JobRequest, Picture, PromptImage, Status
 log = logging.getLogger("canvax.server")
 
 APPLICATION, VERSION = 0x63_76_78_6A, 1
-"""What the file says of itself: "cvxj", and the layout of its tables."""
+"""Marks of the file: "cvxj", and the version of its tables."""
 
 TIDY = 64
 """Jobs that are forgotten before their space is given back: it means moving pages of the file."""
 
 _IMAGES = ("image", "mask")
 _PNG = "image/png"
-"""Of an image among other values: its only key."""
+"""Only key of the JSON object that replaces an image among other values."""
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -56,7 +56,7 @@ CREATE TABLE IF NOT EXISTS attempts (
     job TEXT PRIMARY KEY REFERENCES jobs(id) ON DELETE CASCADE, count INTEGER NOT NULL
 );
 """
-"""That a journal of an earlier version may lack, and that this earlier version passes over."""
+"""Tables that a journal of an earlier version may lack, and that earlier versions ignore."""
 _VACUUM = "PRAGMA incremental_vacuum"
 
 
@@ -91,30 +91,17 @@ class Journal:
             self.close()
             raise
 
-    def packed(self, job: Job) -> tuple[Any, ...]:
-        """The row of a new job. Its images are encoded here, which may take a second.
-
-        Raises:
-            CanvaxError: a value cannot be written.
-        """
-        job_request = {
-            field.name: getattr(job.request, field.name) for field in fields(JobRequest) if field.name not in _IMAGES
-        }
-        pictures = [[picture.seed, picture.width, picture.height, picture.steps] for picture in job.pictures]
-        packed = [
-            self._encoded(job_request),
-            self._encoded(pictures),
-            *(_packed(getattr(job.request, name)) for name in _IMAGES),
-        ]
-        return (job.id, job.created, job.model, str(job.status), *packed)
-
-    def accepted(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
-        """Write a new job; it is on the disk when this returns. ``row``: as ``packed`` makes it.
+    def accepted(self, job: Job) -> None:
+        """Write a new job; it is on the disk when this returns. Encoding its images may take a second.
 
         Raises:
             CanvaxError: it cannot be written.
         """
-        row = self.packed(job) if row is None else row
+        job_request = {name: getattr(job.request, name) for name in _names(JobRequest) - {*_IMAGES}}
+        pictures = [[picture.seed, picture.width, picture.height, picture.steps] for picture in job.pictures]
+        packed = (_packed(getattr(job.request, name)) for name in _IMAGES)
+        values = self._encoded(job_request), self._encoded(pictures), *packed
+        row = (job.id, job.created, job.model, str(job.status), *values)
         self._write("INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)", row, waits=True)
 
     def finished(self, job: Job, index: int) -> None:
@@ -162,9 +149,10 @@ class Journal:
                 self._write("DELETE FROM probe", ())
 
     def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
-        """The jobs that are there, oldest first, each read when it is asked for; ``cancel`` as for ``Job``.
+        """Yield the jobs of the file, oldest first, each read when it is needed; ``cancel`` as for ``Job``.
 
-        A job that this version cannot carry out has its ``error`` already. Once the journal is closed no more come.
+        A job that this version cannot carry out has its ``error`` already. After the journal is closed no more jobs
+        come.
 
         Raises:
             InputError: the file is damaged.
@@ -214,7 +202,7 @@ class Journal:
             base.executescript(f"BEGIN IMMEDIATE; {tables} {marks} COMMIT;")  # it is locked from here
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                raise InputError(f"--journal {path}: another server has it; give each a file of its own") from None
+                raise InputError(f"--journal {path}: another server has it; give each server another file") from None
             raise InputError(f"--journal {path}: cannot be written ({error}); name another file") from None
         except sqlite3.DatabaseError as error:
             raise InputError(f"--journal {path}: is not a journal of canvax ({error}); name another file") from None
@@ -237,13 +225,8 @@ class Journal:
         done = self._base.execute("SELECT number, width, height, data, metadata FROM images WHERE job = ?", (name,))
         for number, width, height, data, metadata in done:
             picture = images[number]
-            picture.width, picture.height, picture.data, picture.metadata = (
-                width,
-                height,
-                data,
-                msgspec.json.decode(metadata),
-            )
-            picture.status, picture.step = Status.DONE, picture.steps
+            picture.width, picture.height, picture.data = width, height, data
+            picture.metadata, picture.status, picture.step = msgspec.json.decode(metadata), Status.DONE, picture.steps
         job.status = Status(status)
         if not job.status.over and all(picture.data is not None for picture in images):  # killed after its last image
             job.status = Status.DONE
@@ -259,14 +242,14 @@ class Journal:
 
     @contextmanager
     def _tolerant(self) -> Iterator[None]:
-        """What is not written now costs work after a kill, and nothing else: nobody fails for it."""
+        """Log errors of writes whose loss only costs work after a kill: no job fails."""
         try:
             yield
         except CanvaxError as error:
             log.error("%s", error)
 
     def _write(self, statement: str, row: Sequence[Any], *, waits: bool = False) -> None:
-        """``waits``: for the disk, so that a power cut does not undo it; a kill undoes nothing in any case."""
+        """Write a row. ``waits``: wait for the disk, so that a power cut does not undo the write; a kill never does."""
         size = sum(len(value) for value in row if isinstance(value, bytes))
         try:
             with self._lock:
@@ -294,17 +277,17 @@ class Journal:
 
 
 def _names(record: type[Any]) -> set[str]:
-    """Of a record's fields."""
+    """Return the names of a record's fields."""
     return {field.name for field in fields(record)}
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: an image among other values, and the rest as text."""
+    """Return a JSON value for an image among other values, and text for other types."""
     return {_PNG: _packed(value)} if isinstance(value, Image.Image) else str(value)
 
 
 def _decoded(value: Any) -> Any:
-    """Values with their images."""
+    """Return values with their images decoded."""
     if isinstance(value, list):
         return [_decoded(entry) for entry in value]
     if not isinstance(value, dict):
@@ -315,7 +298,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _packed(image: Image.Image | None) -> bytes | None:
-    """An image without loss."""
+    """Return an image as a file without loss."""
     if image is None:
         return None
     out = io.BytesIO()
@@ -324,7 +307,7 @@ def _packed(image: Image.Image | None) -> bytes | None:
 
 
 def _unpacked(data: bytes | None) -> Image.Image | None:
-    """It again, decoded: several threads read it."""
+    """Return an image of ``_packed``, decoded, since several threads read it."""
     if data is None:
         return None
     with Image.open(io.BytesIO(data)) as file:

@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"(?:^|\s)#.*")
 
 
 class Keys:
-    """Who may ask.
+    """The API keys.
 
     Args:
         digests: id of each key -> SHA-256 of the key.
@@ -37,13 +37,13 @@ class Keys:
 
     @classmethod
     def read(cls, file: Path | None) -> Self | None:
-        """Those of a file, and of the variable CANVAX_KEYS; None if there is neither.
+        """Read the keys of a file, and of the variable CANVAX_KEYS; None if there is neither.
 
-        Lines, or parts between commas, are ``id:key`` or ``id:sha256:HEX``. A comment begins with # at the beginning
-        of a line or behind a space: keys may have one inside.
+        Lines, or parts between commas, are ``id:key`` or ``id:sha256:HEX``. A comment begins with # at the beginning of
+        a line or after a space: keys may contain #.
 
         Raises:
-            InputError: the file cannot be read, or what it says is none of that, or an id is there twice.
+            InputError: the file cannot be read, an entry has another form, or an id is there twice.
         """
         digests: dict[str, bytes] = {}
         if file is not None:
@@ -69,9 +69,9 @@ class Keys:
         return cls(digests) if digests else None
 
     def client(self, authorization: str, key: str) -> str | None:
-        """The id of the key in the headers Authorization or X-API-Key; None if there is none that is right.
+        """Return the id of the key in the headers Authorization or X-API-Key; None if no key is right.
 
-        All keys are compared, whichever is right, and digests in place of the keys.
+        The time says nothing about the keys: digests are compared, each time all of them.
         """
         sent = key or _secret(authorization)
         digest = hashlib.sha256(sent.encode("utf-8", "surrogateescape")).digest()
@@ -85,7 +85,7 @@ def _add(digests: dict[str, bytes], line: str, where: str) -> None:
     if not colon or not re.fullmatch(r"[\w.@-]{1,64}", name, re.ASCII):
         raise InputError(f"{where}: is not id:key, where an id is of letters, digits and .-_@")
     if name in digests:
-        raise InputError(f"{where}: there is a key of {name} already; give each key an id of its own")
+        raise InputError(f"{where}: there is a key of {name} already; give each key another id")
     if secret.lower().startswith("sha256:"):
         digest = _DIGEST.fullmatch(secret)
         if digest is None:
@@ -101,7 +101,7 @@ def _add(digests: dict[str, bytes], line: str, where: str) -> None:
 
 
 def _secret(authorization: str) -> str:
-    """What a Bearer header holds, or the password of a Basic one."""
+    """Return the value of a Bearer header, or the password of a Basic one."""
     kind, _, value = authorization.strip().partition(" ")
     if kind.lower() == "bearer":
         return value.strip()

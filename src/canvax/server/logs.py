@@ -9,7 +9,7 @@ import time
 
 
 def now() -> str:
-    """The time as it stands in a line."""
+    """Return the time as lines of the log contain it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

@@ -1,4 +1,4 @@
-"""What a server counts and times, for Prometheus. Labels have few values; no prompt, client or id is among them."""
+"""Counters and timings of a server, for Prometheus. Labels have few values, and never prompts, clients or ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 1
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a separate registry.
+
+    Counters, gauges and histograms that are counted in one place are attributes; the methods count several at once.
+    """
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -34,93 +37,55 @@ class Metrics:
             _made(Gauge, registry),
             _made(Histogram, registry, buckets=_SECONDS),
         )
-        self._build = gauge("canvax_build_info", "The version that runs.", ["version"])
-        self._build.labels(__version__).set(1)
+        gauge("canvax_build_info", "The version that runs.", ["version"]).labels(__version__).set(1)
         self._requests = count("canvax_requests_total", "HTTP requests.", ["route", "status"])
         self._request_seconds = time("canvax_request_seconds", "From a request to the end of its answer.", ["route"])
-        self._submitted = count("canvax_jobs_accepted_total", "Jobs that were accepted.", ["model"])
-        self._refused = count("canvax_jobs_refused_total", "Jobs that were not.", ["reason"])
+        self.submitted = count("canvax_jobs_accepted_total", "Jobs that were accepted.", ["model"])
+        self.refused = count("canvax_jobs_refused_total", "Jobs that were not.", ["reason"])
         self._over = count("canvax_jobs_total", "Jobs that are over.", ["model", "outcome"])
         self._job_seconds = time("canvax_job_seconds", "From accepting a job to its end.", ["model", "outcome"])
-        self._waiting = time("canvax_queue_seconds", "From accepting an image to its first step.")
-        self._preview = time("canvax_first_preview_seconds", "From accepting an image to its first preview.")
-        self._queued = gauge("canvax_queue_images", "Images that are not done.")
-        self._queue_cost = gauge("canvax_queue_cost_seconds", "Seconds of work in them.")
-        self._journal = gauge("canvax_journal_writable", "0 while jobs are refused with not_recorded, else 1.")
+        self.waited = time("canvax_queue_seconds", "From accepting an image to its first step.")
+        self.first_preview = time("canvax_first_preview_seconds", "From accepting an image to its first preview.")
+        self.queued = gauge("canvax_queue_images", "Images that are not done.")
+        self.queue_cost = gauge("canvax_queue_cost_seconds", "Seconds of work in them.")
+        self.journal = gauge("canvax_journal_writable", "0 while jobs are refused with not_recorded, else 1.")
         self._steps = count("canvax_steps_total", "Steps of images.", ["size"])
         self._slots = count("canvax_slot_steps_total", "Steps of slots, with an image or without.", ["size", "state"])
         self._step_seconds = time("canvax_step_seconds", "One step of a batch.", ["size", "batch"])
         self._images = count("canvax_images_total", "Images that are done.", ["size"])
         self._pixels = count("canvax_pixels_total", "Pixels of them.")
-        self._prompt = time("canvax_encode_seconds", "Encoding the texts and images that an image was given.")
-        self._decode = time("canvax_decode_seconds", "Decoding latents.")
-        self._between = time("canvax_turn_overhead_seconds", "A turn of the engine without encoding, steps, decoding.")
-        self._file = time("canvax_file_seconds", "Writing the file of an image.")
-        self._not_kept = count("canvax_files_failed_total", "Images that could not be saved in the folder.")
-        self._undecoded = gauge("canvax_undecoded_images", "Images behind their last step that are not decoded.")
-        self._writing = gauge("canvax_writing_images", "Images that are decoded, whose files are not made.")
-        self._oldest = gauge("canvax_writing_seconds", "The longest that the file of an image has taken until now.")
+        self.encoded = time("canvax_encode_seconds", "Encoding the texts and images that an image was given.")
+        self.decoded = time("canvax_decode_seconds", "Decoding latents.")
+        self.turned = time("canvax_turn_overhead_seconds", "A turn of the engine without encoding, steps, decoding.")
+        self.written = time("canvax_file_seconds", "Writing the file of an image.")
+        self.not_kept = count("canvax_files_failed_total", "Images that could not be saved in the folder.")
+        self.undecoded = gauge("canvax_undecoded_images", "Images behind their last step that are not decoded.")
+        self.writing = gauge("canvax_writing_images", "Images that are decoded, whose files are not made.")
+        self.oldest = gauge("canvax_writing_seconds", "The longest that the file of an image has taken until now.")
         self._compiled = count("canvax_programs_compiled_total", "Programs that canvax compiled.", ["program"])
         self._compile_seconds = count("canvax_compile_seconds_total", "Seconds of that.", ["program"])
         all_compiled = gauge("canvax_compilations", "All that JAX has compiled in this process.")
         all_compiled.set_function(monitor.compilations)
-        self._memory = gauge("canvax_device_memory_bytes", "In use, for each device that tells.", ["device"])
+        self.memory = gauge("canvax_device_memory_bytes", "In use, for each device that tells.", ["device"])
         ProcessCollector(registry=registry)
-        self._models = gauge("canvax_models_loaded", "Models whose weights are on the devices.")
+        self.models = gauge("canvax_models_loaded", "Models whose weights are on the devices.")
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        """A request was answered; ``route``: the beginning of its path."""
+        """Count a request that was answered; ``route`` is the beginning of its path."""
         self._requests.labels(route, str(status)).inc()
         self._request_seconds.labels(route).observe(seconds)
 
-    def submitted(self, model: str) -> None:
-        """A job was accepted."""
-        self._submitted.labels(model).inc()
-
-    def refused(self, reason: str) -> None:
-        """A job was not accepted."""
-        self._refused.labels(reason).inc()
-
     def over(self, model: str, outcome: str, seconds: float) -> None:
-        """A job is over."""
+        """Count a job that is over."""
         self._over.labels(model, outcome).inc()
         self._job_seconds.labels(model, outcome).observe(seconds)
 
-    def waited(self, seconds: float) -> None:
-        """An image begins."""
-        self._waiting.observe(seconds)
-
-    def first_preview(self, seconds: float) -> None:
-        """Someone can see it for the first time."""
-        self._preview.observe(seconds)
-
-    def watch_queue(self, images: Callable[[], float], seconds: Callable[[], float]) -> None:
-        """Where to read how much is not done, whenever somebody asks."""
-        self._queued.set_function(images)
-        self._queue_cost.set_function(seconds)
-
-    def watch_files(
-        self, undecoded: Callable[[], float], writing: Callable[[], float], oldest: Callable[[], float]
-    ) -> None:
-        """Where to read how much of that is behind its last step."""
-        self._undecoded.set_function(undecoded)
-        self._writing.set_function(writing)
-        self._oldest.set_function(oldest)
-
-    def not_kept(self) -> None:
-        """A finished image could not be saved."""
-        self._not_kept.inc()
-
-    def watch_journal(self, writable: Callable[[], bool]) -> None:
-        """Where to read whether jobs can be recorded."""
-        self._journal.set_function(writable)
-
     def stepped(self, size: str, slots: int, used: int, rows: int, seconds: float) -> None:
-        """A call of the denoiser: ``rows`` steps of a batch of ``slots``, of which ``used`` hold an image."""
+        """Count a call of the denoiser: ``rows`` steps of a batch of ``slots``, of which ``used`` hold an image."""
         self._steps.labels(size).inc(used * rows)
         self._slots.labels(size, "used").inc(used * rows)
         self._slots.labels(size, "padded").inc((slots - used) * rows)
@@ -128,42 +93,18 @@ class Metrics:
             self._step_seconds.labels(size, str(slots)).observe(seconds / rows)
 
     def image(self, size: str, pixels: int) -> None:
-        """An image is done."""
+        """Count an image that is done."""
         self._images.labels(size).inc()
         self._pixels.inc(pixels)
 
-    def encoded(self, seconds: float) -> None:
-        """What an image was given became conditions and first latents."""
-        self._prompt.observe(seconds)
-
-    def turned(self, seconds: float) -> None:
-        """The engine chose who is in a batch, moved images there and sent events."""
-        self._between.observe(seconds)
-
-    def decoded(self, seconds: float) -> None:
-        """Latents became pixels."""
-        self._decode.observe(seconds)
-
-    def written(self, seconds: float) -> None:
-        """Pixels became a file."""
-        self._file.observe(seconds)
-
     def compiled(self, program: str, seconds: float) -> None:
-        """A program was compiled."""
+        """Count a program that was compiled."""
         self._compiled.labels(program).inc()
         self._compile_seconds.labels(program).inc(seconds)
 
-    def device_memory(self, device: int, used: int) -> None:
-        """Bytes in use on a device."""
-        self._memory.labels(str(device)).set(used)
-
-    def models_loaded(self, count: int) -> None:
-        """Models on the devices."""
-        self._models.set(count)
-
 
 def _made(kind: Any, registry: CollectorRegistry, **options: Any) -> Callable[..., Any]:
-    """A constructor with the registry filled in."""
+    """Return a constructor with the registry filled in."""
 
     def make(name: str, text: str, labels: Sequence[str] = ()) -> Any:
         return kind(name, text, labels, registry=registry, **options)
@@ -171,4 +112,4 @@ def _made(kind: Any, registry: CollectorRegistry, **options: Any) -> Callable[..
     return make
 
 
-disable_created_metrics()  # the times at which counters were made: half the text, and nobody's question
+disable_created_metrics()  # the times at which counters were made: half the text, of no use

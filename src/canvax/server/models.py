@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
@@ -43,10 +43,21 @@ from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.hashes import compute_hash, known_hash
-from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected, invalid
+from canvax.server.jobs import JobRequest, ModelCard, Rejected, invalid
 from canvax.server.part_cache import CONTROLNET, VAE, Variant, control_cache, vae_cache, with_vae
 from canvax.server.policy import PATIENCE, Groups
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, Stage, check, sample, usable_samplers
+from canvax.server.work import (
+    MOST_IMAGES,
+    MOST_STEPS,
+    Checked,
+    Cost,
+    GroupKey,
+    Item,
+    Stage,
+    check,
+    sample,
+    usable_samplers,
+)
 from canvax.tokenizers.concepts import STYLES
 from canvax.weights.data_folder import control_files, data_folder, vae_files
 
@@ -54,13 +65,13 @@ _KINDS = {
     "ReadsImagePrompts": "several images in image_prompt for one adapter",
     "ReadsReferences": "several reference images",
 }
-"""What people call what decides programs."""
+"""Public names of properties that need other programs."""
 
 _ON_DEMAND = "start the server with --compile-on-demand"
-"""What an operator can do, who is often the one who asks."""
+"""The operator's cure; the operator is often also the client."""
 
 _MOST_ROWS = 16
-"""Of an image that is generated for its timings alone."""
+"""Rows of an image that is generated for its timings alone."""
 
 _EXAMPLES = 12
 
@@ -81,10 +92,10 @@ class Warm(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Warm:
-        """What a text such as ``512x512:1,4`` asks for.
+        """Parse a text such as ``512x512:1,4``.
 
         Raises:
-            InputError: it is none.
+            InputError: the text has another form.
         """
         match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
         if not match:
@@ -98,11 +109,11 @@ class Warm(NamedTuple):
 
 
 class Varied(NamedTuple):
-    """A model with other files in or beside it.
+    """A model with files of a variant.
 
     Attributes:
         model: everything but its weights.
-        programs: its programs; those that are compiled are shared with the model as it was loaded.
+        programs: its programs; compiled ones are shared with the model as it was loaded.
         shapes: shapes, dtypes and shardings of its weights.
     """
 
@@ -112,7 +123,7 @@ class Varied(NamedTuple):
 
 
 class Loaded(Protocol):
-    """What ``canvax.load`` gives, as far as a server uses it."""
+    """Result of ``canvax.load``, as far as a server uses it."""
 
     model: Model
     programs: Programs
@@ -121,31 +132,31 @@ class Loaded(Protocol):
 
 
 class ServedModel:
-    """A model that can be asked for.
+    """A model that requests may name.
 
     Args:
-        name: what it is called in requests.
-        load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
-        adapters: that requests may name; None for none.
-        weights: without, it is opened now and loaded when it is first asked for.
-        files: by ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
-        on_demand: whether these may be such as need other programs.
+        name: its name in requests.
+        load: loads it by its name; a second time with ``revision=``, the commit of its weights.
+        adapters: settings of the adapters; None for no adapters.
+        weights: load the weights now; else at the first request.
+        files: for ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
+        on_demand: allow files that need other programs.
 
     Attributes:
-        shelf: the adapters.
-        embeddings: the textual inversions.
-        vaes: the autoencoders of files.
-        controlnets: the networks of files that read control images.
+        shelf: cache of the adapters.
+        embeddings: cache of the textual inversions.
+        vaes: cache of the autoencoders of files.
+        controlnets: cache of the control networks of files.
         model: everything but its weights.
-        groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
-        colours: for previews.
-        sha256: of its file; "" if it is a folder, or until it is computed.
-        safety_checker: looks at finished images, which have no previews then.
-        on_request: whether it was opened without weights, and has no programs before somebody asks for it.
-        used: when it was last run, on the engine's clock.
-        load_seconds: what loading it took the last time.
-        failed: times in a row that it could not be loaded again.
-        retry: when it may be tried again after that, on the engine's clock.
+        groups: groups with their programs ready, by key. Replaced as a whole, so any thread may read it.
+        colours: linear map for previews.
+        sha256: hash of its file; "" for a folder, or until it is computed.
+        safety_checker: checks finished images; images have no previews then.
+        on_request: it was opened without weights, and has no programs before its first request.
+        used: time of its last run, on the engine's clock.
+        load_seconds: seconds of its last loading.
+        failed: consecutive failures to load it again.
+        retry: time of the next attempt to load it, on the engine's clock.
     """
 
     def __init__(
@@ -188,12 +199,12 @@ class ServedModel:
 
     @property
     def loaded(self) -> bool:
-        """Whether its weights are on the devices."""
+        """True if its weights are on the devices."""
         return self.params is not None
 
     @property
     def bytes(self) -> int:
-        """Of its weights, on each device at a time."""
+        """Bytes of its weights on each device at a time."""
         waiting = [size for name, size in self._sizes.items() if name in self._waiting]
         return sum(self._sizes.values()) - sum(waiting) + max(waiting, default=0)
 
@@ -203,7 +214,8 @@ class ServedModel:
         return {name: _bytes_of(part) for name, part in self._shapes.items()}
 
     def _as_served(self, params: Params) -> Params:
-        """Its parameters; of those that wait in the host's memory the denoiser's stay on the devices.
+        """Return its parameters as they are served: the denoiser's stay on the devices, others may wait in the host's
+        memory.
 
         Images are encoded and decoded while others are denoised.
         """
@@ -220,7 +232,7 @@ class ServedModel:
         return {**shapes, ADAPTERS: self.shelf.bank.shapes} if self.shelf else shapes
 
     def put_on(self) -> None:
-        """Load its weights: those of the commit that ``model`` was read from, wherever its branch is now."""
+        """Load its weights, from the same commit as ``model``, whatever its branch is now."""
         if self.params is None:
             pinned = {"revision": self.model.revision} if self.model.revision else {}
             loaded = self._load(self.name, **pinned)
@@ -247,7 +259,8 @@ class ServedModel:
         self.params = None
 
     def idle(self, key: GroupKey | None) -> list[tuple[float, str, Callable[[], None]]]:
-        """What can leave the devices for images of a key: when it was used last, its name, and a function for it."""
+        """Return what can leave the devices for images of a key: time of its last use, name, and a function that frees
+        it."""
         stays = key.variant.controlnets if key and key.model == self.name else None
         beside = [
             (cache.used[name], name, partial(cache.drop, name))
@@ -264,7 +277,7 @@ class ServedModel:
                 group.park()
 
     def of(self, variant: Variant) -> Varied:
-        """The model with the files of a variant; no weights are read."""
+        """Return the model with the files of a variant; no weights are read."""
         if variant not in self._varied:
             made = Varied(self.model, self.programs, self._shapes)
             if variant.controlnets:
@@ -280,12 +293,12 @@ class ServedModel:
         return self._varied[variant]
 
     def bytes_beside(self, variant: Variant) -> int:
-        """Of the weights of a variant's ControlNets, on each device."""
+        """Return the bytes of the weights of a variant's ControlNets on each device."""
         shapes = self.of(variant).shapes
         return sum(_bytes_of(shapes[component_name(i)]) for i in range(len(variant.controlnets)))
 
     def has_programs(self, key: GroupKey) -> bool:
-        """Whether the programs of a key are compiled: for its files, or for others of the same configs."""
+        """Check if the programs of a key are compiled: for its files, or for other files with the same configs."""
         networks = self.of(key.variant).model.networks
         return any(
             other._replace(variant=key.variant) == key and self.of(other.variant).model.networks == networks
@@ -293,16 +306,17 @@ class ServedModel:
         )
 
     def missing(self, variant: Variant) -> str:
-        """What must be loaded for a variant, by its names: the model, or ControlNets; "" if all is on the devices."""
+        """Return the names of the missing weights of a variant: the model's, or ControlNets'; "" if none are
+        missing."""
         if not self.loaded:
             return self.name
         return ", ".join(name for name in variant.controlnets if name not in self.controlnets.held)
 
     def check(self, job_request: JobRequest) -> Checked:
-        """What it is asked for.
+        """Check a request.
 
         Raises:
-            Rejected: naming the field and the cure.
+            Rejected: a field cannot be used.
         """
         vae = self.vaes.find(job_request.vae) if job_request.vae else None
         names = job_request.controlnet or []
@@ -316,8 +330,8 @@ class ServedModel:
         return check(job_request, self.name, self.of(variant).model, self.shelf, self.embeddings, vae, variant)
 
     def loaded_params(self, words: Words = (), vae: str | None = None, controlnets: Sequence[str] = ()) -> Params:
-        """Its weights, which are there, with the vectors of these words, another autoencoder and these ControlNets;
-        with any of them in the engine's thread."""
+        """Return its weights, which are loaded, with the vectors of these words, another autoencoder and these
+        ControlNets. With any of these arguments, call this in the engine's thread."""
         assert self.params is not None
         params = self.params = self.embeddings.fill(self.params, words) if words else self.params
         if vae is not None:
@@ -327,7 +341,7 @@ class ServedModel:
         return self.shelf.beside(params) if self.shelf else params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
-        """Width, height and batches to warm.
+        """Yield width, height and batches to warm.
 
         Raises:
             InputError: the model cannot have such a size.
@@ -341,7 +355,7 @@ class ServedModel:
             yield (width, height), entry.batches
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
-        """A group with its programs, compiled or from the cache; in any thread."""
+        """Return a group with its programs, compiled or from the cache. In any thread."""
         model, programs, shapes = self.of(key.variant)
         group = Group(key, model, programs, self.loaded_params, batches)
         if isinstance(announce, Announcer):
@@ -350,21 +364,18 @@ class ServedModel:
         return group
 
     def warm(self, shown: Checked, group: Group) -> None:
-        """Run every network once that reads images of a request: first calls are slower."""
-        job = Job(JobRequest(shown.request.prompts[0]), self.name, shown.pictures(), cancel=lambda job: None)
-        group.draw(group.begin(shown.item(job, job.pictures[0])), 1)
+        """Run every network that reads images of a request once: first calls are slower."""
+        group.draw(group.begin(_thrown_away(shown)), 1)
 
     def time(self, asked: Checked, group: Group) -> None:
-        """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted, which are
-        measured where no earlier process has."""
-        job_request = JobRequest(asked.request.prompts[0])
-        job = Job(job_request, self.name, asked.pictures(), cancel=lambda job: None)
-        carried = group.begin(asked.item(job, job.pictures[0]))
+        """Run all programs once, for an image that is thrown away: first calls are slower. Measure the costs, unless an
+        earlier process has."""
+        carried = group.begin(_thrown_away(asked))
         entry = group.entry(self._shapes)
         known = entry is not None and group.recall(entry, carried)
         if not known:
             began = time.perf_counter()
-            group.begin(asked.item(job, job.pictures[0]))
+            group.begin(_thrown_away(asked))
             group.timings.encode = time.perf_counter() - began
             group.measure(carried)
         latents, finished = group.draw(carried, 1 if known and self.colours.known else _MOST_ROWS)
@@ -378,7 +389,7 @@ class ServedModel:
             self.colours.learn(latents, pixels)
 
     def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
-        """Why there are no programs for a key, and what to ask for in its place; ``of_tiles``: of an upscaled image."""
+        """Return the reason why a key has no programs, and the cure; ``of_tiles``: the key is that of tiles."""
         keys = list(self.groups)
         usual = next((key.kinds for key in keys if key.size == wanted.size), None)
         if usual is None and of_tiles:
@@ -415,12 +426,12 @@ class ServedModel:
 
     @property
     def file(self) -> str:
-        """Its place in the folder of models; "" for a model from elsewhere."""
+        """Path of its file in the folder of models; "" for a model from elsewhere."""
         path, folder = self.model.files.path, data_folder()
         return path.relative_to(folder).as_posix() if folder and path.is_relative_to(folder) else ""
 
     def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:
-        """What clients see of it; ``references``: of a request that edits, at most."""
+        """Return its card; ``references``: the most reference images of a request that edits."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
         networks, edits = model.networks, model.networks.denoiser.facts.edits
@@ -463,8 +474,14 @@ class ServedModel:
         )
 
 
+def _thrown_away(checked: Checked) -> Item:
+    """Return an image of a job that no client submitted."""
+    job = checked.job(JobRequest(checked.request.prompts[0]), lambda job: None)
+    return checked.item(job, job.pictures[0])
+
+
 def _bytes_of(shapes: Params) -> int:
-    """Bytes on each device."""
+    """Return the bytes on each device."""
     leaves = jax.tree.leaves(shapes)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -474,13 +491,13 @@ _NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
 
 
 def model_names(models: Sequence[str]) -> dict[str, str]:
-    """What each model is called in requests, and where it is. Folders on the disk are the operator's business.
+    """Return the names of models in requests, and their locations. Folders are private to the operator.
 
     Args:
         models: folders, files and Hub ids, each alone or as ``NAME=MODEL``.
 
     Raises:
-        InputError: two would have the same name.
+        InputError: two models would have the same name.
     """
     names: dict[str, str] = {}
     for text in models:
@@ -510,13 +527,13 @@ class Announcer:
         self.progress = ""
 
     def expect(self, count: int) -> None:
-        """The programs of another size come now."""
+        """Begin to count the programs of another size."""
         self._ready, self._all = 0, count
         self.progress = f"0 of {count} programs"
         self._changed()
 
     def __call__(self, build: Build) -> None:
-        """As ``BuildCallback``."""
+        """Count a program; see ``BuildCallback``."""
         if build.seconds is None:
             return
         self._ready += 1
@@ -527,14 +544,58 @@ class Announcer:
             self._say(f"compiled the {build.program} in {build.seconds:.1f} s, {self.progress} ready")
 
 
+Batching = Literal["steps", "requests", "none"]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The operator's settings of the engine.
+
+    Attributes:
+        warm: sizes and batches whose programs are made before the first request.
+        chunks: chunks of prompts whose programs are made then: 2 is for prompts of 76 to 150 tokens.
+        references: most reference images whose programs are made then, for models that edit.
+        on_request: further models, loaded at their first request.
+        compile_on_demand: requests may wait for a compiler.
+        queue_seconds: seconds of work that may wait; more is refused.
+        queue_images: images that may wait; more are refused.
+        rate: images a minute of each client; clients without a key share one rate. None for no limit.
+        keep_seconds: how long finished images wait to be fetched.
+        memory: bytes of weights on each device at a time; None for the free memory.
+        batching: "steps"; for comparisons also "requests" (a batch ends before the next one begins) and "none" (one
+            image after the other).
+        log_prompts: write prompts into the log.
+        adapters: settings of the adapters; None for no adapters.
+        output: the folder in which finished images are saved; None for none.
+        stall_seconds: seconds without progress after which an engine with work counts as failed. Loading weights and
+            compiling do not count; a call of a device does.
+    """
+
+    warm: tuple[Warm, ...] = (Warm(),)
+    chunks: tuple[int, ...] = (1,)
+    references: int = 1
+    on_request: tuple[str, ...] = ()
+    compile_on_demand: bool = False
+    queue_seconds: float = 600.0
+    queue_images: int = 1000
+    rate: float | None = None
+    keep_seconds: float = 600.0
+    memory: int | None = None
+    batching: Batching = "steps"
+    log_prompts: bool = False
+    adapters: AdapterSettings | None = None
+    output: Path | None = None
+    stall_seconds: float = 600.0
+
+
 FREE_PART = 0.7
-"""Of the free memory, that weights may take; programs and images need some as well."""
+"""Share of the free memory for weights; the rest is for programs and images."""
 
 UNKNOWN_SECONDS = 60.0
-"""Of an image, where nothing was measured yet."""
+"""Seconds of an image if nothing was measured yet."""
 
 MOST_GROUPS = 32
-"""Beside those made at the start, that each model keeps; of more, those that no image needs are forgotten."""
+"""Groups that each model keeps, in addition to those of the start. Further groups that no image needs are forgotten."""
 
 LARGEST = 4
 """Times the pixels of the largest size in ``warm``, that are compiled on demand."""
@@ -547,17 +608,10 @@ class ModelSet:
     """The models by name, the first of which is the default.
 
     Args:
-        names: of the models.
-        load: loads one (see ``ServedModel``).
-        warm: sizes and batches that are made ready by ``begin``.
-        chunks: of prompts, likewise.
-        references: the most reference images of a request that are made ready, of models that edit.
-        on_request: models that are opened and not loaded; the first request for a size in ``warm`` waits for weights
-            and programs.
-        on_demand: whether what is not ready is compiled when somebody asks for it.
-        memory: bytes of weights on each device; None for what is free.
-        adapters: that requests may name.
-        say: called with what is done.
+        names: names of the models.
+        load: loads a model (see ``ServedModel``).
+        settings: the operator's settings.
+        say: called with a line for the operator about each thing that is done.
         announce: called for programs that are compiled.
 
     Attributes:
@@ -568,34 +622,30 @@ class ModelSet:
         self,
         names: Sequence[str],
         load: Callable[..., Loaded],
-        *,
-        warm: Sequence[Warm],
-        chunks: Sequence[int],
-        references: int,
-        on_demand: bool,
-        memory: int | None,
-        on_request: Sequence[str] = (),
-        adapters: AdapterSettings | None = None,
+        settings: EngineSettings,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
         self._lock = threading.Lock()
-        self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
-        self._references = references
-        self._adapters, self._on_request = adapters, on_request
-        self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
+        self._names, self._load, self._settings = names, load, settings
+        self._say, self._announce = say, announce
+        alone = settings.batching == "none"
+        self._warm = [warm._replace(batches=(1,)) for warm in settings.warm] if alone else settings.warm
         self._served: dict[str, ServedModel] = {}
         self._kept: set[GroupKey] = set()
         self._settled = 0.0
 
     def begin(self) -> None:
         """Load all, and make their programs ready. Where models are on request, clients see all of them before that."""
-        more: dict[str, Any] = {"files": {VAE: vae_files(), CONTROLNET: control_files()}, "on_demand": self._on_demand}
-        for name in (*self._names, *self._on_request) if self._on_request else ():
+        more: dict[str, Any] = {
+            "files": {VAE: vae_files(), CONTROLNET: control_files()},
+            "on_demand": self._settings.compile_on_demand,
+        }
+        for name in (*self._names, *self._settings.on_request) if self._settings.on_request else ():
             try:
-                served = ServedModel(name, self._load, self._adapters, weights=False, **more)
-                served.on_request = name in self._on_request
+                served = ServedModel(name, self._load, self._settings.adapters, weights=False, **more)
+                served.on_request = name in self._settings.on_request
                 self._served[name] = served
             except CanvaxError as error:
                 if name in self._names:
@@ -606,11 +656,11 @@ class ModelSet:
             if (opened := self._served.get(name)) is None:
                 self._say(f"reading {name}")
                 self._make_room(max((served.bytes for served in self._served.values()), default=0))
-                opened = ServedModel(name, self._load, self._adapters, **more)
+                opened = ServedModel(name, self._load, self._settings.adapters, **more)
             served = self._served[name] = opened
-            if self._memory is not None and served.bytes > self._memory:
+            if self._settings.memory is not None and served.bytes > self._settings.memory:
                 raise InputError(
-                    f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
+                    f"--memory {self._settings.memory} bytes: the weights of {name} take {served.bytes}; allow more"
                 )
             if not served.loaded:
                 self._load_again(served)
@@ -619,8 +669,8 @@ class ModelSet:
             for line in served.embeddings.summary().splitlines():
                 self._say(line)
             for size, batches in served.sizes(self._warm):
-                most = self._references if served.model.networks.denoiser.facts.edits else 0
-                for chunks, references in product(self._chunks, range(1 + most)):
+                most = self._settings.references if served.model.networks.denoiser.facts.edits else 0
+                for chunks, references in product(self._settings.chunks, range(1 + most)):
                     options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
                     checked = sample(name, served.model, *size, **options)
                     group = served.build(checked.group, batches, self._announce)
@@ -631,14 +681,15 @@ class ModelSet:
                     self._kept.add(group.key)
                     self._say(group.summary())
         self._show_cards()
-        for name in () if self._on_request else self._names:  # ``_load_again`` has begun those that it loaded
+        for name in () if self._settings.on_request else self._names:  # ``_load_again`` has begun those that it loaded
             self._hash(self._served[name])
 
     def _show_cards(self) -> None:
-        most = MOST_REFERENCES if self._on_demand else self._references
+        most = MOST_REFERENCES if self._settings.compile_on_demand else self._settings.references
         with self._lock:
             self.cards = [
-                served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
+                served.card(self._warm, any_size=self._settings.compile_on_demand, references=most)
+                for served in self._served.values()
             ]
 
     def card(self, name: str) -> ModelCard:
@@ -660,10 +711,10 @@ class ModelSet:
         return served, served.check(job_request)
 
     def named(self, name: str | None) -> ServedModel:
-        """The model of a name, or the default.
+        """Return the model of a name, or the default.
 
         Raises:
-            Rejected: it is not served.
+            Rejected: no such model is served.
         """
         served = self._served.get(self._names[0] if name is None else name)
         if served is None:
@@ -673,11 +724,12 @@ class ModelSet:
         return served
 
     def group(self, key: GroupKey) -> Group:
-        """Of a key that is ready."""
+        """Return the group of a key that is ready."""
         return self._served[key.model].groups[key]
 
     def groups(self) -> Groups:
-        """The keys that are ready, with when their weights may displace others; None where they are on the devices."""
+        """Return the ready keys, with the time from which their weights may displace others; None if these are on the
+        devices."""
         return {
             key: self._settled if served.missing(key.variant) else None
             for served in self._served.values()
@@ -685,11 +737,11 @@ class ModelSet:
         }
 
     def missing(self, key: GroupKey) -> str:
-        """As ``ServedModel.missing``."""
+        """Return the missing weights of a key; see ``ServedModel.missing``."""
         return self._served[key.model].missing(key.variant)
 
-    def expected(self, stage: Stage, *, of_tiles: bool = False) -> float:
-        """Return the seconds of a stage of one image alone; ``of_tiles``: the stages draw tiles of a larger image.
+    def expected(self, stage: Stage, *, of_tiles: bool = False) -> Cost:
+        """Return what a stage of one image costs; ``of_tiles``: the stages draw tiles of a larger image.
 
         Raises:
             Rejected: its programs are not ready, and they are not compiled on demand or the size is too large for that;
@@ -699,15 +751,16 @@ class ModelSet:
         if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
             raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
         beside = served.bytes_beside(key.variant) if key.variant.controlnets else 0
-        if beside and self._memory is not None and served.bytes + beside > self._memory:
-            message = f"controlnet={key.variant}: takes {beside} bytes beside the model, more than --memory allows"
+        if beside and self._settings.memory is not None and served.bytes + beside > self._settings.memory:
+            message = f"controlnet={key.variant}: its {beside} bytes and the model are more than --memory allows"
             raise Rejected(400, "controlnet_unusable", message, param=CONTROLNET)
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
-            return load + group.timings.image(stage.rows)
+            alone = load + group.timings.image(stage.rows)
+            return alone, min(alone, group.timings.shared(stage.rows))
         warm = {size for size, _ in served.sizes(self._warm)}
         on_request = served.on_request and (key.width, key.height) in warm
-        if not (self._on_demand or on_request or served.has_programs(key)):
+        if not (self._settings.compile_on_demand or on_request or served.has_programs(key)):
             raise served.refusal(key, self._warm, of_tiles=of_tiles)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
@@ -715,18 +768,14 @@ class ModelSet:
                 f"{key.size} has more pixels than the {most} that this server compiles programs for; ask for fewer"
             )
             raise Rejected(400, "size_not_ready", message, param="width")
-        return load + next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
-
-    def cost(self, stage: Stage, alone: float) -> float:
-        """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
-        group = self._served[stage.group.model].groups.get(stage.group)
-        return alone if group is None else min(alone, group.timings.shared(stage.rows))
+        usual = next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
+        return load + usual, load + usual
 
     def put_on(self, key: GroupKey) -> ServedModel:
-        """The model, with its weights on the devices.
+        """Return the model, with its weights on the devices.
 
         Raises:
-            Exception: it cannot be loaded.
+            Exception: the model cannot be loaded.
         """
         served = self._served[key.model]
         if not served.loaded:
@@ -740,7 +789,7 @@ class ModelSet:
         return served
 
     def _hash(self, served: ServedModel) -> None:
-        """Put the hash of a model's file on its card, in a thread of its own: files are large."""
+        """Put the hash of a model's file on its card, in a separate thread, since files are large."""
         path = served.model.files.path
 
         def compute() -> None:
@@ -771,20 +820,20 @@ class ModelSet:
         self._settled = now + PATIENCE * served.load_seconds  # so that loading takes a quarter of the time at most
 
     def loaded(self) -> int:
-        """How many models have their weights on the devices."""
+        """Return how many models have their weights on the devices."""
         return sum(served.loaded for served in self._served.values())
 
     def clear(self) -> None:
-        """Everything off the devices but weights, as after a fault."""
+        """Take everything off the devices but weights, as after a fault."""
         for served in self._served.values():
             for group in served.groups.values():
                 group.clear()
 
     def build(self, key: GroupKey) -> Group:
-        """Compile for requests, in a thread beside the engine's; ``add`` it then.
+        """Compile programs for requests, in a thread other than the engine's; then ``add`` the group.
 
         Raises:
-            Exception: it cannot be compiled.
+            Exception: a program cannot be compiled.
         """
         served = self._served[key.model]
         usual = next(iter(served.groups.values()), None)
@@ -797,13 +846,12 @@ class ModelSet:
         return group
 
     def add(self, group: Group) -> None:
-        """A group whose programs are ready. Under the engine's lock, as ``trim``."""
+        """Add a group whose programs are ready. With the engine's lock, as ``trim``."""
         served = self._served[group.key.model]
         served.groups = {**served.groups, group.key: group}
 
     def trim(self, used: Callable[[], Collection[GroupKey]]) -> None:
-        """Forget the groups that were not used for longest, where too many were made for requests. In the engine's
-        thread.
+        """Forget the least recently used groups, if too many were made for requests. In the engine's thread.
 
         Args:
             used: the groups of images that wait, are in a batch or are to be decoded.
@@ -818,9 +866,9 @@ class ModelSet:
         """Take models, VAEs and ControlNets off the devices, the one that was not used for longest first, until so many
         bytes fit. What images of a key need stays."""
         while loaded := [served for served in self._served.values() if served.loaded]:
-            if self._memory is not None:
+            if self._settings.memory is not None:
                 held = sum(served.bytes + served.vaes.bytes + served.controlnets.bytes for served in loaded)
-                fits = held + needed <= self._memory
+                fits = held + needed <= self._settings.memory
             else:
                 free = free_bytes(loaded[0].programs.mesh)
                 fits = free is None or needed < FREE_PART * free
@@ -833,5 +881,5 @@ class ModelSet:
 
 
 def unavailable(name: str) -> str:
-    """Of a model that cannot be loaded again."""
+    """Return the message about a model that cannot be loaded again."""
     return f"the model {name} cannot be loaded at present; the server's log says why"

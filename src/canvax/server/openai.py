@@ -1,9 +1,8 @@
-"""OpenAI's Images API: what openai-python, litellm, LangChain, n8n, Open WebUI and the AI SDK speak.
+"""OpenAI's Images API, for openai-python, litellm, LangChain, n8n, Open WebUI and the AI SDK.
 
-Of its fields these do nothing here: ``quality`` and ``style`` (ask for ``steps``), ``moderation``, ``user``,
-``safety_identifier`` and ``input_fidelity``. Beside them stand canvax's own: seed, negative_prompt, steps,
-guidance_scale, sampler, strength, options. A model that is not known is the default one, since many clients know the
-names of OpenAI's alone.
+These fields have no effect here: ``quality`` and ``style`` (send ``steps``), ``moderation``, ``user``,
+``safety_identifier`` and ``input_fidelity``. canvax adds seed, negative_prompt, steps, guidance_scale, sampler,
+strength, options. An unknown model is the default one, since many clients only know the names of OpenAI's.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from starlette.responses import Response
 from canvax.pipelines.references import MOST
 from canvax.server.answers import (
     EventStream,
+    asked,
     client_of,
+    completed,
     data_url,
-    decoding,
-    encoded,
     error_headers,
     failure,
     field_error,
@@ -38,12 +37,11 @@ from canvax.server.answers import (
     read_form,
     read_json,
     sent_event,
-    settled,
     submitted,
     watched,
 )
 from canvax.server.fields import Scale, Seed, Side, Steps, Strength
-from canvax.server.images_in import Pixels, colours, image_of_bytes, transparent_mask
+from canvax.server.images_in import Pixels, colours, transparent_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Engine,
@@ -59,21 +57,21 @@ from canvax.server.jobs import (
 from canvax.server.paths import ApiPath, Operation
 
 _OPENAI_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), (1024, 1792), (1792, 1024)}
-"""What clients ask for that know OpenAI's models alone; they mean no more by it than the proportions."""
+"""Sizes of OpenAI's models. Clients that only know these mean no more by it than the proportions."""
 _PREFIXES = ("/v1", "", "/openai/deployments/{deployment}")
 _FIELDS = {"width": "size", "height": "size", "format": "output_format", "quality": "output_compression"}
-"""What an argument of ``JobRequest`` is called here."""
+"""Arguments of ``JobRequest``, and their names in this API."""
 _NO_USAGE = {
     "input_tokens": 0,
     "output_tokens": 0,
     "total_tokens": 0,
     "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},
 }
-"""Nothing is counted in tokens here, and clients want the numbers."""
+"""Token counts, which clients need and which have no meaning here."""
 
 
 class Generation(Struct):
-    """The body of /images/generations; of /images/edits the fields beside the files."""
+    """The body of /images/generations; for /images/edits the fields without the files."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
     model: str | None = None
@@ -105,7 +103,7 @@ PREFIXES = ("/v1/", "/images/", "/openai/")
 
 
 def routes(engine: Engine) -> list[ApiPath]:
-    """The routes, with /v1, without, and under the names of deployments."""
+    """Return the paths, with /v1, without it, and under the names of deployments."""
 
     async def sign_of_life(_: Request) -> Response:  # for SillyTavern; no word on other origins
         return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
@@ -119,14 +117,9 @@ def routes(engine: Engine) -> list[ApiPath]:
         return await _answer(request, await submitted(request, engine, job_request), body, "image_generation")
 
     async def edit(request: Request) -> Response:
-        job, body = await decoding(edited, request, *await read_form(request))
+        body, images, masks = _parts_of(*await read_form(request))
+        job = await asked(request, engine, lambda: _ask(request, engine, body, *_decoded(images, masks)))
         return await _answer(request, job, body, "image_edit")
-
-    def edited(
-        request: Request, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
-    ) -> tuple[Job, Generation]:
-        body, images, mask = _edit(fields, files)
-        return engine.submit(_ask(request, engine, body, images, mask)), body
 
     async def vary(_: Request) -> Response:
         raise Rejected(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")
@@ -164,11 +157,8 @@ def routes(engine: Engine) -> list[ApiPath]:
 
 
 def error(refused: Rejected, request_id: str) -> Response:
-    """A refusal as OpenAI's clients read it."""
-    headers = error_headers(refused, request_id)
-    if refused.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(encoded({"error": _error_of(refused)}), refused.status, headers, media_type="application/json")
+    """Format a refusal for OpenAI's clients."""
+    return json_answer({"error": _error_of(refused)}, error_headers(refused, request_id), refused.status)
 
 
 def _error_of(refused: Rejected) -> dict[str, Any]:
@@ -192,7 +182,7 @@ def _ask(
     card = model_named(engine, body.model or request.path_params.get("deployment"))
     _check_together(body)
     if len(images) > 1 and (mask is not None or body.strength is not None):
-        raise _wrong_number(f"{len(images)} images beside a mask or a strength", "send one")
+        raise _wrong_number(f"{len(images)} images with a mask or a strength", "send one")
     if len(images) > 1 and "editing" not in card.tasks:
         raise _wrong_number(f"{len(images)} images", f"{card.id} reads one")
     image = images[0] if images else None
@@ -225,7 +215,7 @@ def _ask(
 
 
 def _check_together(body: Generation) -> None:
-    """Refuse what would do nothing beside the other fields, in place of passing it over."""
+    """Refuse fields that have no effect with the other fields, instead of ignoring them."""
     lossless = body.output_format in (None, "png") and body.output_compression not in (None, 100)
     for name, idle, why in (
         ("background", body.background == "transparent", "the models here paint no transparency; leave it out"),
@@ -238,7 +228,7 @@ def _check_together(body: Generation) -> None:
 
 
 def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple[int | None, int | None]:
-    """Width and height to ask for; a size that can only be meant for OpenAI's models becomes the nearest one here."""
+    """Return width and height. A size that only OpenAI's models have becomes the nearest one of this model."""
     if body.size in (None, "", "auto"):
         if image is None or body.width or body.height:
             return body.width, body.height
@@ -249,16 +239,16 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
         raise Rejected(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
     size = int(match[1]), int(match[2])
     if (body.width or size[0], body.height or size[1]) != size:
-        message = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
+        message = f"size={body.size!r} and width={body.width}, height={body.height} differ; send one or the other"
         raise Rejected(400, "invalid_value", message, param="size")
     known = card.any_size or size in card.sizes or size not in _OPENAI_SIZES
     return size if known else nearest_size(card, size)
 
 
-def _edit(
+def _parts_of(
     fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
-) -> tuple[Generation, list[Image.Image], Image.Image | None]:
-    """The parts of a form; files are decoded here, so this is done off the event loop."""
+) -> tuple[Generation, list[bytes], list[bytes]]:
+    """Return the fields of a form, its images, and at most one mask."""
     values: dict[str, Any] = dict(fields)
     for name in {"options", "adapters"} & values.keys():
         try:
@@ -281,16 +271,21 @@ def _edit(
         raise _wrong_number(f"{len(images)} images", f"send one, or up to {MOST} to a model that edits")
     if len(masks) > 1:
         raise _wrong_number(f"{len(masks)} masks", "send at most one")
+    return body, images, masks
+
+
+def _decoded(images: Sequence[bytes], masks: Sequence[bytes]) -> tuple[list[Image.Image], Image.Image | None]:
+    """Decode images and their mask. Call this off the event loop."""
     pixels = Pixels()
     decoded = [pixels.decode("image", data) for data in images]
     image, shown = decoded[0], [colours("image", image) for image in decoded]
     if not masks:
-        return body, shown, None
-    mask = image_of_bytes("mask", masks[0])
+        return shown, None
+    mask = Pixels().decode("mask", masks[0])
     if mask.size != image.size:
         sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
         raise Rejected(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
-    return body, shown, transparent_mask("mask", mask)
+    return shown, transparent_mask("mask", mask)
 
 
 def _wrong_number(number: str, cure: str) -> Rejected:
@@ -301,9 +296,7 @@ async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Re
     headers = model_header(job)
     if body.stream:
         return EventStream(job, _events(job, kind), headers)
-    await settled(request, job)
-    if job.status is not Status.DONE:
-        raise failure(job)
+    await completed(request, job)
     # DALL-E's default was a URL, and clients that name it and no format, such as LangChain's, read nothing else.
     usual = "url" if (body.model or "").startswith("dall-e-") else "b64_json"
     as_url = (body.response_format or usual) == "url"
@@ -325,7 +318,7 @@ def _shared(job: Job, picture: Picture) -> dict[str, Any]:
 
 
 async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
-    """The events of one job: previews and finished images, several of them where n is more than 1."""
+    """Yield the events of a job: previews and finished images, several if n is more than 1."""
     sent: set[int] = set()
     async for event in watched(job):
         if event is None:

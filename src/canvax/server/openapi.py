@@ -30,7 +30,7 @@ _ERRORS = {
 }
 _FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
 _FILES = {"type": "object", "properties": {"image": _FILE, "mask": _FILE}, "required": ["image"]}
-"""Of a form, beside its fields."""
+"""File fields of a form."""
 _NUMBERS = ("index",)
 
 

@@ -1,6 +1,6 @@
-"""The VAEs and ControlNets of a server: files of the folder of models that requests name in or beside a model.
+"""The VAEs and ControlNets of a server: files of the folder of models that requests name.
 
-Their weights are put among the model's parameters. A file with the config of the part that the model has needs no other
+Their weights are put among the model's parameters. A file with the same config as the model's part needs no other
 programs. Programs for another config are compiled when a request first names a file that has it. The files that were
 used last stay on the devices.
 """
@@ -41,7 +41,7 @@ VAE, CONTROLNET = "vae", "controlnet"
 
 
 class Variant(NamedTuple):
-    """Files, by their names in requests, that decide programs in place of the model's.
+    """Files, by their names in requests, that need other programs than the model's.
 
     Attributes:
         vae: an autoencoder of another config than the model's; "" for all others.
@@ -110,14 +110,14 @@ class PartCache:
 
     @property
     def bytes(self) -> int:
-        """Of the weights on each device."""
+        """Bytes of the weights on each device."""
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(list(self.held.values())))
 
     def find(self, name: str) -> str:
-        """The name of a file that can be used, for a name in any case, with the file's ending or without.
+        """Return the name of a usable file, for a name in any case, with the file's extension or without.
 
         Raises:
-            Rejected: there is none.
+            Rejected: there is no such file, or it cannot be used.
         """
         argument, wanted = self._argument, stem_of(name.strip()).lower()
         for known, fault in self.names.items():
@@ -131,7 +131,7 @@ class PartCache:
     # What follows is the engine's.
 
     def weights(self, name: str, params: Params, stays: Collection[str] = ()) -> Params:
-        """Its parameters on the devices; files but those that ``stays`` names may leave for them.
+        """Return the parameters of a file on the devices. Other files may leave for it, except those in ``stays``.
 
         Raises:
             InputError: the file was changed, and cannot be read.
@@ -159,7 +159,7 @@ class PartCache:
 
 
 def vae_cache(model: Model, mesh: Mesh, paths: Mapping[str, Path], *, on_demand: bool = False) -> PartCache:
-    """The autoencoders of files, for a model."""
+    """Return the cache of autoencoder files for a model."""
 
     def files(path: Path) -> ModelFiles:
         return Overrides(vae=str(path)).apply(model.files)
@@ -184,7 +184,7 @@ def vae_cache(model: Model, mesh: Mesh, paths: Mapping[str, Path], *, on_demand:
 
 
 def with_vae(model: Model, vae: Any) -> Model:
-    """A model whose autoencoder is another one; ``vae`` is its config."""
+    """Return a model with another autoencoder; ``vae`` is its config."""
     return dataclasses.replace(model, networks=dataclasses.replace(model.networks, vae=vae))
 
 
@@ -196,7 +196,7 @@ def control_cache(
     *,
     on_demand: bool = False,
 ) -> PartCache:
-    """The networks of files that read control images, for a model."""
+    """Return the cache of control network files for a model."""
 
     def opened(path: Path) -> Opened:
         return open_controls(model, [Location(str(path))])[0]

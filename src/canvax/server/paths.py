@@ -1,4 +1,5 @@
-"""How an API declares its paths: routes, limits of bodies, error formats and the OpenAPI description follow from it."""
+"""Declarations of an API's paths. Routes, limits of bodies, error formats and the OpenAPI description come from
+them."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ class Operation:
     """A method of a path.
 
     Attributes:
-        endpoint: answers it.
-        summary: in the OpenAPI description, which leaves out operations without it.
-        body: the record that checks what is sent; ``bytes`` for a file as it is; None for nothing.
-        images: whether the body may hold images, so that it may be large.
-        form: whether the fields of ``body`` come in a form, beside an image and a mask.
-        status: of the answer where all is well.
+        endpoint: the function that answers.
+        summary: text in the OpenAPI description, which omits operations without a summary.
+        body: the record that checks the body; ``bytes`` for a file; None for no body.
+        images: the body may contain images, so it may be large.
+        form: the fields of ``body`` come in a form, with files for an image and a mask.
+        status: HTTP status of a success.
     """
 
     endpoint: Endpoint

@@ -1,12 +1,12 @@
-"""Who comes first, and how many at a time. Plain numbers: no JAX, no threads, no clock of its own.
+"""Order of images, and sizes of batches. Plain numbers: no JAX, no threads, no clock.
 
-Clients take turns: each has a count of the seconds it was given, and the one that was given least comes first, so a
-client with thousands of images in the queue delays another one's by a turn (start-time fair queueing: Goyal, Vin and
-Cheng 1996). Among one client's images the earliest deadline comes first, and a deadline is some times an image's own
-seconds after its arrival, so that short work passes long work, and long work is passed for a limited time only.
+Clients take turns. Each has a count of the seconds it was given, and the client with the lowest count comes first, so a
+client with thousands of images in the queue delays another client by one turn (start-time fair queueing: Goyal, Vin and
+Cheng 1996). Among one client's images the earliest deadline comes first. A deadline is some multiple of an image's own
+seconds after its arrival, so short work overtakes long work, but only for a limited time.
 
-An image whose weights are not on the devices waits while those that are there have work, until its deadline is over:
-then no other image begins, those that have begun are finished, and its weights are loaded.
+An image whose weights are not on the devices waits while images with loaded weights have work, until its deadline is
+over: then no other image begins, those that have begun are finished, and its weights are loaded.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ weights that are in use, for an image whose deadline is over."""
 
 
 def best_batch(seconds: Mapping[int, float], waiting: int) -> int:
-    """The batch that gets so many images done soonest; of equal ones the smallest, in which each is done sooner.
+    """Return the batch that finishes so many images first; of equal ones the smallest, in which each image is done
+    sooner.
 
     Args:
-        seconds: of one step at each batch that is ready.
-        waiting: images, at least 1.
+        seconds: seconds of one step for each batch that is ready.
+        waiting: number of images, at least 1.
     """
     sizes = sorted(seconds)
     best = sizes[0]
@@ -106,19 +107,19 @@ class Queue(Generic[WorkT]):
         return len(self.begun) + len(self._entries)
 
     def __iter__(self) -> Iterator[WorkT]:
-        """Those that have begun, then those that wait, by deadline."""
+        """Iterate over images that have begun, then over those that wait, by deadline."""
         yield from self.begun
         entries = sorted((entry, line) for line in self._lines.values() for entry in line.order)
         yield from (line.works[entry] for entry, line in entries)
 
     @property
     def seconds(self) -> float:
-        """Of work that is not done."""
+        """Seconds of work that is not done."""
         waiting = max(0.0, self._waiting) if self._entries else 0.0  # sums of floats do not come back to nothing
         return waiting + sum(self._cost(work) for work in self.begun)
 
     def add(self, work: WorkT) -> None:
-        """One more that waits, for its first pass or for another one."""
+        """Add an image that waits, for its first stage or for a later one."""
         work.turn = None
         self._waiting += self._cost(work)
         if not self._active.get(work.client):  # time in which it asked for nothing is no credit
@@ -132,10 +133,10 @@ class Queue(Generic[WorkT]):
         self._entries[id(work)] = entry
 
     def begin(self, work: WorkT, now: float) -> None:
-        """It has a slot now, and its client has had its turn.
+        """Begin an image that has a slot now: its client has had its turn.
 
-        Its deadline is counted from now: that of an image at the end of a long queue is over when it begins, and short
-        work of others would wait for all of it.
+        Its deadline is counted from now. The deadline of an image at the end of a long queue has passed by then, and
+        short work of other clients would wait for all of it.
         """
         self._take_out(work)
         work.deadline = max(work.deadline, now + PATIENCE * work.left)
@@ -144,7 +145,7 @@ class Queue(Generic[WorkT]):
         self.begun.append(work)
 
     def remove(self, work: WorkT) -> None:
-        """It is over."""
+        """Remove an image that is over."""
         if id(work) in self._entries:
             self._take_out(work)
         elif work in self.begun:
@@ -160,12 +161,12 @@ class Queue(Generic[WorkT]):
     def first(
         self, groups: Groups, now: float, may: Callable[[Sequence[WorkT]], Sequence[WorkT]] = lambda works: works
     ) -> WorkT | None:
-        """The image that decides what is done next, of groups that can run; None if there is none.
+        """Return the image that decides what is done next, of the groups that can run; None if there is none.
 
         Args:
-            groups: those that can run.
+            groups: the groups that can run.
             now: the time, on the clock of the deadlines.
-            may: filters waiting images, in the order in which they come: those that can begin.
+            may: filters waiting images, first come first: those that can begin.
         """
         works = self._runnable(groups, now, may)
         if not works:
@@ -181,28 +182,29 @@ class Queue(Generic[WorkT]):
         now: float,
         may: Callable[[Sequence[WorkT]], Sequence[WorkT]] = lambda works: works,
     ) -> WorkT | None:
-        """The image of a group that waits, can begin and comes first; see ``first``."""
+        """Return the first waiting image of a group that can begin; see ``first``."""
         works = self._runnable(groups, now, may)
         return next((work for work in works if work.group == group and self.waits(work)), None)
 
     def waits(self, work: WorkT) -> bool:
-        """Whether it is in the queue and has not begun."""
+        """Check if an image is in the queue and has not begun."""
         return id(work) in self._entries
 
     def groups(self) -> Iterator[Any]:
-        """The groups of images that wait."""
+        """Return the groups of images that wait."""
         return (group for _, group, _ in self._lines)
 
     def waiting(self, group: Hashable) -> int:
-        """How many of a group wait."""
+        """Return how many images of a group wait."""
         return sum(len(line.order) for (_, name, _), line in self._lines.items() if name == group)
 
     def ranked(self, works: Iterable[WorkT]) -> list[WorkT]:
-        """In the order in which they come."""
+        """Return images in their order."""
         return sorted(works, key=self._rank)
 
     def _runnable(self, groups: Groups, now: float, may: Callable[[Sequence[WorkT]], Sequence[WorkT]]) -> list[WorkT]:
-        """The images that can go on or begin: those that have begun, then those that wait, first come first."""
+        """Return the images that can continue or begin: those that have begun, then those that wait, first come
+        first."""
         heads = [line.works[line.order[0]] for (_, group, _), line in self._lines.items() if group in groups]
         for work in heads:
             if work.turn is None and now > work.deadline:

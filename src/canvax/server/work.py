@@ -1,4 +1,4 @@
-"""From what someone asks for to images that can be generated: checked, counted and costed. Runs beside the engine."""
+"""From a request to images that can be generated: checked, counted, and with their costs."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from canvax.settings import aliases, declared
 from canvax.types import HostArray
 
 MOST_IMAGES, MOST_STEPS = 64, 250
-"""Of one job."""
+"""Limits of a job."""
 
 MOST_EVALUATIONS = 1000
-"""Of one image: samplers may take several for a step."""
+"""Limit of an image: samplers may take several evaluations for a step."""
 
 MOST_PARTS = 16
 """Prompts joined by AND: each costs as much as an image."""
@@ -69,7 +69,7 @@ INVERSE = "ddim_inverse"
 
 _lock = threading.Lock()  # tokenizers are not made for several threads
 _NAMES = {"num_inference_steps": "steps", "negative_prompts": "negative_prompt", "prompts": "prompt"}
-"""What the arguments of a call are called in an ask."""
+"""Arguments of a call, and their names in a job request."""
 
 
 class GroupKey(NamedTuple):
@@ -106,20 +106,21 @@ class Stage:
 
     @property
     def rows(self) -> float:
-        """Of its table, where one without guidance counts half, but not in a model whose guidance scale is an input."""
+        """Rows of its table. A row without guidance counts half, but not in a model whose guidance scale is an
+        input."""
         if self.request.embedded:
             return float(len(self.table))
         return float(guided_rows(self.table, guided=self.request.guided).mean() + 1) / 2 * len(self.table)
 
 
 class Beside(NamedTuple):
-    """What an image has beside the model's weights, or in their place.
+    """Files and weights of an image in addition to the model's, or instead of them.
 
     Attributes:
-        adapters: for this image.
-        shelf: that these are from; None where the server has none.
-        words: the textual inversions that its prompts name.
-        vae: the autoencoder in place of the model's; None for that.
+        adapters: the adapters.
+        shelf: cache of the adapters; None if the server has none.
+        words: textual inversions that its prompts name.
+        vae: the autoencoder that replaces the model's; None for the model's.
     """
 
     adapters: Wanted = MappingProxyType({})
@@ -129,7 +130,7 @@ class Beside(NamedTuple):
 
 
 Cost = tuple[float, float]
-"""Of a stage: seconds that an image takes alone, and the engine's seconds for it where many wait."""
+"""Cost of a stage: seconds of an image alone, and the engine's seconds for it if many images wait."""
 
 
 @dataclass(eq=False)
@@ -137,22 +138,22 @@ class Item:
     """An image of a job, or a tile of one.
 
     Attributes:
-        job: whose it is.
-        picture: what the job tells of the image.
-        stages: its runs, with requests of this image alone.
-        client: whose it is.
-        beside: what it has beside the model's weights.
-        costs: of each stage.
-        at: which stage it is in.
-        status: how far it is.
-        deadline: on the engine's clock.
-        previews: steps of its picture after which a preview is wanted, if anybody looks.
-        decodes: whether they are decoded; decided at the first of a stage, so that all of it are of one kind.
+        job: its job.
+        picture: the job's record of the image.
+        stages: its stages, with requests of this image alone.
+        client: its client.
+        beside: files and weights in addition to the model's.
+        costs: costs of the stages.
+        at: index of its present stage.
+        status: its status.
+        deadline: time on the engine's clock.
+        previews: steps of its picture with a preview, if a client looks.
+        decodes: previews are decoded; decided at the first of a stage, so that all of a stage are of one kind.
         turn: see ``canvax.server.policy.Work``.
-        carried: where it stands, while it has no slot; None before it is encoded.
-        faults: of the devices, that it met.
-        whole: what it is a tile of; None where it is an image by itself.
-        tile: which.
+        carried: its state while it has no slot; None before it is encoded.
+        faults: number of faults of the devices at work on it.
+        whole: the image that it is a tile of; None for an image that is no tile.
+        tile: index of the tile.
     """
 
     job: Job
@@ -176,7 +177,7 @@ class Item:
 
     @property
     def request(self) -> Request:
-        """Of its stage."""
+        """Request of its stage."""
         return self.stages[self.at].request
 
     @request.setter
@@ -185,27 +186,27 @@ class Item:
 
     @property
     def table(self) -> SamplerTable:
-        """Of its stage."""
+        """Table of its stage."""
         return self.stages[self.at].table
 
     @property
     def group(self) -> GroupKey:
-        """Of its stage."""
+        """Group of its stage."""
         return self.stages[self.at].group
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Steps of its picture after which somebody wants to look."""
+        """Steps of its picture after which a client would see a preview."""
         return self.previews if self.job.looked_at else ()
 
     def hold(self) -> None:
-        """It begins: its adapters stay in their places."""
+        """Keep its adapters in their slots, from its begin on."""
         if self.beside.shelf is not None and not self._holds:
             self._holds = True
             self.beside.shelf.slots.pin(self.beside.adapters)
 
     def let_go(self) -> None:
-        """It is over."""
+        """Release its adapters, at its end."""
         if self.beside.shelf is not None and self._holds:
             self._holds = False
             self.beside.shelf.slots.unpin(self.beside.adapters)
@@ -216,7 +217,7 @@ class Item:
         return bool(self.beside.adapters)
 
     def encoded(self) -> None:
-        """Its images have been read: those that its end does not need are let go."""
+        """Drop the images that its end does not need, after they were read."""
         init, control, prompts = self.request.init_images, self.request.control, self.request.image_prompts
         references = self.request.references
         if init is not None:
@@ -240,11 +241,11 @@ class Item:
         return True
 
     def inputs(self) -> Iterator[Image.Image]:
-        """The decoded images that it holds."""
+        """Yield the decoded images that it holds."""
         for stage in self.stages[self.at :]:
             yield from inputs_of(stage.request)
         if self.whole:
-            yield self.whole.source
+            yield self.whole.tiles.large
 
     @property
     def left(self) -> float:
@@ -272,11 +273,11 @@ class Item:
 
     @property
     def over(self) -> bool:
-        """Whether it is done, failed or not wanted any more."""
+        """True if it is done, failed, or not needed any more."""
         return self.status.over or self.picture.status.over or self.job.status.over
 
     def progress(self, slower: float = 1.0) -> Stepped:
-        """How far it is, in the job's words; ``slower``: how many times longer a step of its batch takes than alone."""
+        """Return its progress; ``slower``: factor by which a step of its batch takes longer than a step alone."""
         picture = self.picture
         left = self.left * slower + sum(alone for alone, _ in self.costs[self.at + 1 :])
         if self.whole:
@@ -284,7 +285,7 @@ class Item:
         return Stepped(picture.index, picture.step, picture.steps, left)
 
     def metadata(self, model: Model) -> dict[str, Any]:
-        """What generates it again: the request of its first stage."""
+        """Return the metadata that generate it again: those of the request of its first stage."""
         fields: dict[str, Any] = publicly(metadata(model, self.stages[0].request)[0]) | {"model": self.job.model}
         if self.beside.words:
             loaded: dict[str, Any] = fields.get("embeddings", {})
@@ -293,11 +294,11 @@ class Item:
             fields["vae"] = self.beside.vae
         if names := self.group.variant.controlnets:
             fields["controlnet"] = list(names)
-        return self.whole.metadata(fields) if self.whole else fields
+        return self.whole.tiles.recorded(fields) if self.whole else fields
 
 
 def inputs_of(request: Request) -> Iterator[Image.Image]:
-    """The decoded images of a request."""
+    """Yield the decoded images of a request."""
     if (init := request.init_images) is not None:
         yield from (*init.images, *init.masks, *init.whole[0], *init.whole[1])
     if request.references is not None:
@@ -309,13 +310,13 @@ def inputs_of(request: Request) -> Iterator[Image.Image]:
 
 
 def byte_size(images: Iterable[Image.Image]) -> int:
-    """Bytes of the pixels of images, each counted once."""
+    """Return the bytes of the pixels of images, each counted once."""
     different = {id(image): image for image in images}.values()
     return sum(image.width * image.height * len(image.getbands()) for image in different)
 
 
 def may_begin(items: Iterable[Item]) -> list[Item]:
-    """The images for whose adapters there are places. Where one has to wait, so do later ones with adapters."""
+    """Return the images for whose adapters there are slots. If one has to wait, so do later ones with adapters."""
     ready, full = list[Item](), set[AdapterCache | None]()
     for item in items:
         shelf, adapters = item.beside.shelf, item.beside.adapters
@@ -327,9 +328,9 @@ def may_begin(items: Iterable[Item]) -> list[Item]:
 
 
 class Checked(NamedTuple):
-    """An ask that can be carried out: the stages of each of its images, or of each tile.
+    """A request that can be carried out: the stages of each of its images, or of each tile.
 
-    ``hints``: what is said of textual inversions that its prompts name in vain.
+    ``hints``: hints about textual inversions that its prompts name and that cannot be used.
     """
 
     stages: tuple[Stage, ...]
@@ -340,17 +341,17 @@ class Checked(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """Of the first stage."""
+        """Request of the first stage."""
         return self.stages[0].request
 
     @property
     def group(self) -> GroupKey:
-        """Of the first stage."""
+        """Group of the first stage."""
         return self.stages[0].group
 
     @property
     def images(self) -> int:
-        """Of the images in batches."""
+        """Number of images in batches: tiles, if there are any."""
         return len(self.tiles) if self.tiles else len(self.seeds)
 
     @property
@@ -360,19 +361,17 @@ class Checked(NamedTuple):
         return size * len(self.tiles) + byte_size([self.tiles.large]) if self.tiles else size
 
     def pictures(self) -> list[Picture]:
-        """Of a job."""
+        """Return the records of the images of a job."""
         whole = self.tiles or self.stages[-1].request
         steps = sum(len(stage.table) for stage in self.stages) * (len(self.tiles) if self.tiles else 1)
         return [Picture(i, seed, whole.width, whole.height, steps) for i, seed in enumerate(self.seeds)]
 
     def job(self, job_request: JobRequest, cancel: Callable[[Job], None]) -> Job:
-        """A new job."""
-        job = Job(job_request, self.group.model, self.pictures(), cancel=cancel)
-        job.tiles = len(self.tiles) if self.tiles else 0
-        return job
+        """Return a new job."""
+        return Job(job_request, self.group.model, self.pictures(), cancel=cancel)
 
     def items(self, job: Job, picture: Picture) -> list[Item]:
-        """What is to be drawn for an image of it: itself, or its tiles."""
+        """Return the items of an image: one, or its tiles."""
         if self.tiles is None:
             return [self.item(job, picture)]
         whole = Enlarged(self.tiles, previews=job.request.previews)
@@ -386,7 +385,7 @@ class Checked(NamedTuple):
         ]
 
     def item(self, job: Job, picture: Picture) -> Item:
-        """One image of it, with its own seeds."""
+        """Return the item of one image, with its seeds."""
         stages = [replace(stage, request=replace(stage.request, seeds=[picture.seed])) for stage in self.stages]
         count = min(job.request.previews, picture.steps - 1)
         previews = tuple(sorted({round(picture.steps * (i + 1) / (count + 1)) for i in range(count)}))
@@ -402,19 +401,19 @@ def check(
     vae: str | None = None,
     variant: Variant = PLAIN,
 ) -> Checked:
-    """What a model is asked for.
+    """Check a job request.
 
     Args:
-        job_request: the ask.
-        name: what the model is called here.
+        job_request: the request.
+        name: the model's name in requests.
         model: the model.
-        shelf: its adapters.
-        embeddings: its textual inversions.
-        vae: the autoencoder in place of its own.
-        variant: the files in or beside the model that decide programs.
+        shelf: cache of its adapters.
+        embeddings: cache of its textual inversions.
+        vae: the autoencoder that replaces the model's.
+        variant: files that need other programs than the model's.
 
     Raises:
-        Rejected: naming the field and the cure.
+        Rejected: a field cannot be used.
     """
     if not 1 <= job_request.n <= MOST_IMAGES:
         raise invalid("n", f"n={job_request.n} is not in 1..{MOST_IMAGES}; send several jobs")
@@ -469,7 +468,7 @@ def check(
 
 
 def _second_pass(model: Model, request: Request) -> Request:
-    """As ``second_pass``, without the blank images, which would take memory while it waits."""
+    """Return the result of ``second_pass`` without the blank images, which would take memory while it waits."""
     times = request.options.hires
     height, width = (larger_side(model, side, times) for side in (request.height, request.width))
     if height * width > MOST_PIXELS:
@@ -482,12 +481,12 @@ def _second_pass(model: Model, request: Request) -> Request:
 
 
 def _enlarged(larger: Request, pixels: HostArray, latents: HostArray) -> Request:
-    """A second pass from an image of the first one."""
+    """Return the request of a second pass from an image of the first one."""
     return enlarged(larger, pixels[None], latents[None])
 
 
 def _stage(name: str, model: Model, request: Request, shelf: AdapterCache | None, variant: Variant) -> Stage:
-    """The stage of a request.
+    """Return the stage of a request.
 
     Raises:
         InputError: its options do not go together.
@@ -512,7 +511,7 @@ def _stage(name: str, model: Model, request: Request, shelf: AdapterCache | None
 
 
 def _seed(job_request: JobRequest) -> int:
-    """Where the client leaves it open: that of its Idempotency-Key, so that other replicas give the same image too."""
+    """Return a seed for a request without one: from its Idempotency-Key, so that other replicas give the same image."""
     if not job_request.once:
         return random_seed()
     return int.from_bytes(hashlib.sha256(f"{job_request.client}\n{job_request.once}".encode()).digest()[:4], "big")
@@ -530,8 +529,8 @@ def sample(
     shown: bool = False,
     references: int = 0,
 ) -> Checked:
-    """What most people ask for at a size, with a prompt of so many chunks and so many reference images; ``shown``: an
-    image for every network."""
+    """Return an ordinary request at a size, with a prompt of so many chunks and so many reference images; ``shown``:
+    with an image for every network."""
     concepts = model.concepts.names
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
     options = {}
@@ -547,7 +546,7 @@ def sample(
 
 
 def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...] | None:
-    """Names of the samplers that can generate images of a size with a model; None if the model cannot."""
+    """Return the names of samplers that can generate images of a size with a model; None if the model cannot."""
     try:
         request, usable = sample("", model, width, height, steps=4).request, []
     except Rejected:
@@ -591,13 +590,13 @@ def _request(job_request: JobRequest, model: Model, seed: int) -> Request:
 
 
 def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int | None, int | None]]:
-    """The image of a call, and its width and height: of a call that edits references, which are cut to one size, so
-    that every size has one set of programs for each number of them."""
+    """Return the image of a call, and its width and height. References are cut to one size, so that every size has one
+    set of programs for each number of them."""
     image, size = job_request.image, (job_request.width, job_request.height)
     begins = job_request.mask is not None or job_request.strength is not None
     if image is None or begins or not model.networks.denoiser.facts.edits:
         if job_request.references:
-            why = "are beside an image, without a mask and a strength, for a model that edits"
+            why = "need an image, no mask, no strength and a model that edits"
             raise InputError("references", why, cure="leave them out")
         return image, size
     images = [image, *job_request.references]
@@ -609,7 +608,7 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
 
 
 def _refusal(error: InputError) -> Rejected:
-    """An error of a call, about the field that the client wrote."""
+    """Return a refusal for an error of a call, about the field that the client wrote."""
     options, settings = set(declared(Options)), {field.name for field in dataclasses.fields(SamplerOptions)}
     name = _NAMES.get(error.argument, error.argument)
 

@@ -1,4 +1,4 @@
-"""Threads that make files of finished images and of previews, beside the engine's own."""
+"""Threads that make files of finished images and of previews."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from canvax.types import HostArray
 log = logging.getLogger("canvax.server")
 
 LEAST_THREADS, MOST_THREADS = 2, 8
-"""That make files: as many as there are cores, within these."""
+"""Threads that make files: as many as there are cores, within these limits."""
 
 HELD = 2
 """Images for each thread that the writer holds at most: one becomes a file, the next one waits."""
@@ -74,16 +74,16 @@ class Threads:
 
 
 class Writer:
-    """Makes files and tells those who wait for them.
+    """Makes files and tells the jobs.
 
     Args:
-        book: records images that are done, and those that failed.
-        metrics: likewise.
+        book: records images that are done, and jobs that failed.
+        metrics: the server's metrics.
         output: the folder in which finished images are saved as well; None for none.
         freed: called whenever there is room for another image.
 
     Attributes:
-        images: that it holds, whose files are not made yet.
+        images: number of images whose files are not made yet.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Writer:
 
     @property
     def room(self) -> int:
-        """How many more images it takes."""
+        """Number of further images that it takes."""
         return max(0, HELD * self._count - self.images - self._previews)
 
     @property
@@ -150,7 +150,7 @@ class Writer:
             return
         number = item.previews.index(item.picture.step)
         if number == 0:
-            self._metrics.first_preview(time.time() - item.job.created)
+            self._metrics.first_preview.observe(time.time() - item.job.created)
         with self._lock:
             self._previews += 1
         step = item.progress().step
@@ -184,7 +184,7 @@ class Writer:
                 item.status = Status.DONE
                 last, number = item.whole.add(item.tile, pixels)
                 number = number if job.looked_at else None
-                pixels = item.whole.pixels() if last or number is not None else pixels
+                pixels = item.whole.tiles.pixels() if last or number is not None else pixels
                 if number is not None:
                     self._preview(served, item, pixels, None, item.progress().step, number)
                 if not last:
@@ -201,7 +201,7 @@ class Writer:
             log.exception("an image cannot be written")
             self._book.fail(job, *reason(error))
             return
-        self._metrics.written(time.perf_counter() - began)
+        self._metrics.written.observe(time.perf_counter() - began)
         if self._output is not None and not (shown.status.over or job.status.over):
             shown.file, shown.not_kept = self._save(self._output, pixels, kept, metadata["seed"])
         with self._book.lock:
@@ -225,7 +225,7 @@ class Writer:
             return save_numbered(folder, to_pil(pixels[None])[0], metadata, seed).name, None
         except (CanvaxError, OSError) as error:
             log.error("an image is not saved: %s", error)
-            self._metrics.not_kept()
+            self._metrics.not_kept.inc()
             fault = error if isinstance(error, OSError) else error.__context__
             why = (fault.strerror if isinstance(fault, OSError) else None) or "the server's log says why"
             return None, f"the server could not save it: {why}"  # folders are the operator's business

@@ -76,7 +76,7 @@ class ChatTokenizer:
         Raises:
             InputError: a prompt has more tokens; or there are ``others``.
         """
-        refuse_others(others, "the tokenizer", "write pipe.tokenizer([text], length=512): it pads and returns the ids")
+        refuse_others(others, "write pipe.tokenizer([text], length=512): it pads and returns the ids")
         rows = [self.ids(text) for text in texts]
         for text, row in zip(texts, rows, strict=True):
             if len(row) > length:

@@ -113,7 +113,7 @@ class ClipTokenizer:
         Raises:
             InputError: a prompt is not a string, or not valid Unicode; or there are ``others``.
         """
-        refuse_others(others, "the tokenizer", "write pipe.tokenizer([text]): it pads, cuts and returns the ids")
+        refuse_others(others, "write pipe.tokenizer([text]): it pads, cuts and returns the ids")
         if isinstance(prompts, str):
             raise InputError("prompts", "is one string", cure="pass a list of strings", value=prompts)
         out = np.full((len(prompts), length), self.pad, np.int32)

@@ -49,19 +49,17 @@ def encode_pictures(
 
 
 def encode_captions(
-    p: Params, inputs: Mapping[str, Mapping[str, HostArray]], text: TextEncoders, mesh: Mesh, *, batch: int = 4
+    p: Params, inputs: Mapping[str, Mapping[str, HostArray]], text: TextEncoders, mesh: Mesh
 ) -> dict[str, HostArray]:
-    """Encode what the text encoders read of captions to what a denoiser reads, each [N, ...]; see ``encode_text``.
+    """Encode the text encoders' inputs for captions into conditions, each [N, ...]; see ``encode_text``.
 
     Args:
         p: parameters of the text encoders, by component.
         inputs: arrays [N, ...] of each encoder, by component and name.
         text: the text encoders.
         mesh: the devices.
-        batch: captions encoded at once.
     """
-    batch = padded_batch(check_count("batch", batch), mesh)
-    return by_batches(_text_encoder(text, mesh, foreign(text)), p, dict(inputs), mesh, batch)
+    return by_batches(_text_encoder(text, mesh, foreign(text)), p, dict(inputs), mesh, padded_batch(4, mesh))
 
 
 @lru_cache(maxsize=4)

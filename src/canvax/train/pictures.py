@@ -156,7 +156,7 @@ def read_pictures(
     else:
         rows = (_tables(files, source, caption_column) or _with_text_files(files, source, caption_column))[:limit]
     if not rows:
-        needs = f"it needs {' or '.join(TABLES)}, or .txt beside pictures that end in {', '.join(SUFFIXES)}"
+        needs = f"it needs {' or '.join(TABLES)}, or .txt files next to pictures that end in {', '.join(SUFFIXES)}"
         raise InputError("pictures", "holds no captioned pictures", cure=needs, value=source)
     repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
     if repeated:

@@ -65,7 +65,7 @@ class PlanRecord:
         flags=("--accumulate", "--gradient-accumulation-steps"),
     )  # fmt: skip
     rates: Mapping[str, float] = field(default_factory=dict)
-    minutes: float | None = setting(None, "minutes that ``steps`` shall take", low=0, above=True, closed=_NO_FLAG)
+    minutes: float | None = setting(None, "minutes that ``steps`` should take", low=0, above=True, closed=_NO_FLAG)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TrainingRecord:
     folder: Any
     plan: Any = None
     size: int | None = setting(
-        None, "side of the square images", low=1, high=MAX_SIDE, unset="what the model was trained with",
+        None, "side of the square images", low=1, high=MAX_SIDE, unset="that of the model's training",
         metavar="PIXELS", flags=("--size", "--resolution"),
     )  # fmt: skip
     caption_column: str = setting("text", "column of the captions", metavar="NAME")
@@ -91,7 +91,7 @@ class TrainingRecord:
         flags=("--empty-captions", "--proportion-empty-prompts"),
     )  # fmt: skip
     unmasked_weight: float | None = setting(
-        None, "least weight of what masks leave out; 1 does not read masks", low=0, high=1, cure="0.1 is usual",
+        None, "smallest weight of pixels outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
         unset="0", metavar="WEIGHT",
     )  # fmt: skip
     remat: bool = setting(
@@ -113,7 +113,7 @@ class TrainingRecord:
         flags=("--preview-every", "--validation-steps", "--sample-every-n-steps"),
     )  # fmt: skip
     save_steps: int | None = setting(
-        None, "save the weights of every Nth step, as ...-000500", low=1, high=_MOST_STEPS, unset="the last ones alone",
+        None, "save the weights of every Nth step, as ...-000500", low=1, high=_MOST_STEPS, unset="the last ones only",
         metavar="N", flags=("--save-every", "--checkpointing-steps", "--save-every-n-steps", "--save-steps"),
     )  # fmt: skip
     tensorboard: Any = setting(
@@ -149,16 +149,16 @@ class LoraRecord:
 
     rank: int = setting(4, "rank of the factors", low=1, high=1024, metavar="N", flags=("--rank", "--network-dim"))
     alpha: float | None = setting(
-        None, "the change is alpha / rank as strong", low=0, high=10**6, above=True, cure="the rank is usual",
+        None, "factor of the change, divided by the rank", low=0, high=10**6, above=True, cure="the rank is usual",
         unset="the rank", flags=("--alpha", "--network-alpha"),
     )  # fmt: skip
     layers: Layers = setting("attention", "attention, transformer (with feed-forward), or all", metavar="KIND")
     text: bool = setting(**_TEXT)
     text_rate: float | None = setting(**_TEXT_RATE)
     names: Names = setting("peft", "names in the file: peft (diffusers) or kohya", metavar="NAME", flags=("--format",))
-    trigger: str = setting("", "words that call it up, for the file's metadata", metavar="WORDS")
+    trigger: str = setting("", "trigger words for the file's metadata", metavar="WORDS")
     title: str = setting(
-        "", "title for the file's metadata, in place of the name of the folder", metavar="TEXT",
+        "", "title for the file's metadata instead of the folder's name", metavar="TEXT",
     )  # fmt: skip
     start: Any = setting(
         None, "begin with this LoRA, of the same rank and layers: a file, a folder or a Hub id", metavar="LORA",
@@ -172,13 +172,13 @@ class InstanceRecord:
     """The fields of ``canvax.train.dreambooth.Instance``."""
 
     prompt: str = setting(
-        help='what they show: "a photo of sks dog"', metavar="PROMPT", flags=("-p", "--instance-prompt"),
+        help='prompt of the images: "a photo of sks dog"', metavar="PROMPT", flags=("-p", "--instance-prompt"),
     )  # fmt: skip
     class_prompt: str | None = setting(
         None, '"a photo of a dog"; with it, prior preservation', metavar="PROMPT",
     )  # fmt: skip
     class_pictures: Any = setting(
-        None, "images of the class; what is lacking is generated", error_without="class_prompt='a photo of a dog'",
+        None, "images of the class; missing ones are generated", error_without="class_prompt='a photo of a dog'",
         unset="class in the folder of the run", metavar="FOLDER", flags=("--class-images", "--class-data-dir"),
     )  # fmt: skip
     count: int = setting(
@@ -196,7 +196,7 @@ class InstanceRecord:
 class InversionRecord:
     """The fields of ``canvax.train.textual_inversion.Inversion``."""
 
-    token: str = setting(help='such as "<cat-toy>"', metavar="WORD", flags=("--token", "--placeholder-token"))
+    token: str = setting(help='new word, such as "<cat-toy>"', metavar="WORD", flags=("--token", "--placeholder-token"))
     initializer: str = setting(
         help="a known word to begin with: toy", metavar="WORD", flags=("--initializer", "--initializer-token"),
     )  # fmt: skip
@@ -247,13 +247,13 @@ class Task(NamedTuple):
 
     Attributes:
         summary: its line in the list of commands.
-        description: what it trains.
-        images: what the folder or zip file holds.
-        writes: what the folder of the run gets.
+        description: text of its --help.
+        images: contents of the folder or zip file.
+        writes: clause about the result.
         records: the records whose settings are flags, besides those of all tasks.
         plan: the fields of the plan that differ from ``PLAN``.
         empty: share of captions that are left out, by default.
-        captioned: whether captions are read.
+        captioned: True if captions are read.
         without: settings that have no effect here.
     """
 
@@ -284,33 +284,33 @@ TASKS: Mapping[str, Task] = {
     "finetune": Task(
         "train a checkpoint further on your own images",
         "Train the UNet of a Stable Diffusion checkpoint (1.x, 2.x, XL) on captioned images.",
-        "captioned images", "it gets the model in model/", (WholeRecord,), {}, empty=0.1,
+        "captioned images", "the model is written to model/", (WholeRecord,), {}, empty=0.1,
     ),
     "lora": Task(
         "train a LoRA on your own images",
         "Train low-rank factors beside the weights of a checkpoint (Stable Diffusion 1.x, 2.x and XL, Z-Image, FLUX.2 "
         "klein, Krea 2) on captioned images. The file loads in canvax, in PyTorch diffusers, and with --format kohya "
         "in A1111 and its relatives.",
-        "captioned images", "it gets pytorch_lora_weights.safetensors", (LoraRecord,), _OF_LORA, without=(),
+        "captioned images", "the LoRA is pytorch_lora_weights.safetensors", (LoraRecord,), _OF_LORA, without=(),
     ),
     "dreambooth": Task(
         "teach a model one thing, from a few images of it",
         "Train on a few images of one thing, with a rare word for it, and on images that the model generates of its "
         "class. Trains the whole UNet, or with --lora a LoRA, by default at its learning rate, 1e-4.",
-        "images of the thing; captions are not read", "it gets the model in model/, or the LoRA",
+        "images of the thing; captions are not read", "the model is written to model/, or the LoRA to the folder",
         (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=(),
     ),
     "textual-inversion": Task(
         "teach a model a new word",
-        "Train the vectors of a new word, and nothing else, on a few images of what it means.",
-        "images of what the word means; captions are not read", "it gets learned_embeds.safetensors",
+        "Train only the vectors of a new word, on a few images of its meaning.",
+        "images of what the word means; captions are not read", "the word is learned_embeds.safetensors",
         (InversionRecord, WordCaptions), {"steps": 5000, "learning_rate": 5e-4}, captioned=False,
     ),
     "controlnet": Task(
         "train a ControlNet on pairs of images",
-        "Train a copy of the UNet's way down to read control images. Rows of the table of captions name a control "
-        "image beside each image.",
-        "images, control images and captions", "it gets the network in controlnet/",
+        "Train a copy of the UNet's down blocks to read control images. Rows of the table of captions name a "
+        "control image for each image.",
+        "images, control images and captions", "the network is written to controlnet/",
         (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", "preview_steps"),
     ),
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""A folder of models as A1111 and ComfyUI lay it out, whose files are called by their names.
+"""A folder of models in the layout of A1111 and ComfyUI, whose files users name without folder and ending.
 
-Every place where a model, an adapter or a network is named takes such a name: ``deliberate_v2`` for
+All arguments that name a model, an adapter or a network take these names: ``deliberate_v2`` for
 ``models/Stable-diffusion/sd15/deliberate_v2.safetensors``.
 """
 
@@ -26,11 +26,11 @@ VARIABLE = "CANVAX_DATA_DIR"
 
 _DESCRIBED = ("model_index.json", "modular_model_index.json", "config.json")
 _LORAS = ("lora", "loras")
-"""How A1111 and ComfyUI call the folder of LoRAs."""
+"""Names of the folder of LoRAs in A1111 and ComfyUI."""
 
 
 def data_folder() -> Path | None:
-    """The folder of models; None if the user has named none.
+    """Return the folder of models; None if the user has named none.
 
     Raises:
         InputError: it is not a folder.
@@ -46,7 +46,7 @@ def data_folder() -> Path | None:
 
 @contextmanager
 def using(folder: str | None) -> Iterator[None]:
-    """Make another folder the folder of models for a while, here and in processes started meanwhile; None: no change.
+    """Make another folder the folder of models, here and in processes started meanwhile; None changes nothing.
 
     Raises:
         InputError: it is not a folder.
@@ -72,7 +72,7 @@ def usual_syntax() -> PromptSyntax:
 
 
 def lora_folder() -> Path | None:
-    """The folder of LoRAs in the folder of models; None without any."""
+    """Return the folder of LoRAs in the folder of models, or None."""
     folder = data_folder()
     parts = [path for root in _roots(folder) for path in sorted(root.iterdir())] if folder else []
     return next((path for path in parts if path.name.lower() in _LORAS and any(path.rglob("*.safetensors"))), None)
@@ -81,7 +81,7 @@ def lora_folder() -> Path | None:
 def embedding_files() -> dict[str, Path]:
     """Return the files in the folders of textual inversions of the folder of models, by the names that prompts use.
 
-    Names are in lower case. A pickle beside its safetensors file is left out.
+    Names are in lower case. A pickle is left out if a safetensors file has the same name.
     """
     from canvax.weights.entries import PICKLES
 
@@ -95,7 +95,7 @@ def embedding_files() -> dict[str, Path]:
 
 
 def embedding_name(name: str, path: Path) -> str:
-    """Return a name of ``embedding_files`` in the letters of its file."""
+    """Return a name of ``embedding_files`` in the upper and lower case of its file."""
     return path.stem if path.stem.lower() == name else name
 
 
@@ -119,7 +119,8 @@ def find_named(name: str, argument: str) -> Path | None:
     Args:
         name: the file's name with or without its ending, or a folder's; folders before it narrow the search:
             ``sd15/deliberate_v2``, or the whole path in the folder of models.
-        argument: what it is to be, such as ``vae``. Of files of the same name the one of that kind is meant.
+        argument: the argument that names the file, such as ``vae``. Among files of the same name, the one of that kind
+            is chosen.
 
     Raises:
         InputError: several files have the name.
@@ -134,7 +135,7 @@ def find_named(name: str, argument: str) -> Path | None:
 
 
 def all_named(name: str, argument: str) -> dict[str, Path]:
-    """Return the files and folders that a name may mean, by names that only they have; arguments as ``find_named``."""
+    """Return the files and folders that a name may mean, by unambiguous names; arguments as in ``find_named``."""
     folder, wanted = data_folder(), tuple(name.replace("\\", "/").split("/"))
     if folder is None or any(part in ("", ".", "..") for part in wanted):
         return {}
@@ -154,7 +155,7 @@ def all_named(name: str, argument: str) -> dict[str, Path]:
 
 
 def meant_by(name: str) -> str:
-    """What a name that is nothing may mean in the folder of models; "" if the user has named no folder."""
+    """Return a clause about the meaning of an unknown name in the folder of models; "" without a folder."""
     folder = data_folder()
     if folder is None:
         return ""
@@ -165,7 +166,7 @@ def meant_by(name: str) -> str:
 
 
 def files() -> list[FileReport]:
-    """Return what lies in the folder of models; empty without a folder."""
+    """Return reports of the files in the folder of models; empty without a folder."""
     from canvax.weights.identify import listing
 
     folder = data_folder()
@@ -173,10 +174,10 @@ def files() -> list[FileReport]:
 
 
 def by_name(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return files of the folder of models by the shortest names that only they have; none without a folder.
+    """Return files of the folder of models by their shortest unambiguous names; none without a folder.
 
-    That is the file's name without its ending, behind folders where other files have it too, or with the ending where
-    files differ in nothing else.
+    This is the file's name without its ending, with folders if other files have it too, or with the ending if names
+    differ in nothing else.
     """
     folder = data_folder()
     if folder is None:
@@ -194,7 +195,7 @@ def by_name(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def flat_names(parts: Sequence[str]) -> set[str]:
-    """Return names of a model as older A1111 wrote them: with "_" behind each folder, for any number of folders.
+    """Return names of a model as older A1111 wrote them: with "_" after each folder, for any number of folders.
 
     Args:
         parts: the model's folders, and its name without ending.
@@ -211,21 +212,21 @@ def stem_of(name: str) -> str:
 
 
 def _has_name(path: Path, folder: Path, name: tuple[str, ...]) -> bool:
-    """Whether a file has a name that folders may stand before."""
+    """Return True if a file has a name, which may begin with its folders."""
     *folders, last = name
     behind = path.relative_to(folder).parts[:-1]
     return last in (path.name, _stem(path)) and behind[len(behind) - len(folders) :] == tuple(folders)
 
 
 def _roots(folder: Path) -> list[Path]:
-    """The parts of an installation that hold models, so that its programs are not searched; else the folder itself."""
+    """Return the folders of an installation that hold models, so its programs are not searched; else the folder."""
     if not (folder / "models").is_dir():
         return [folder]
     return [path for part in ("models", "embeddings") if (path := folder / part).is_dir()]
 
 
 def _weights(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """Files of weights, and folders that hold a model or a network in parts, which are not entered."""
+    """Yield files of weights, and folders that hold a model or a network in parts, which are not entered."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = Path(entry.path)
         if entry.is_dir():

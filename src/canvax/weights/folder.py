@@ -1,8 +1,8 @@
 """The diffusers layout: ``model_index.json``, and a folder with a config and weights for each component.
 
 A repository often holds the same weights several times: float32 and float16 variants, pickles, Flax files. One set of
-files is chosen for each component, on file names alone, for the disk and the Hub alike: safetensors of the variant
-asked for, plain safetensors, then Flax msgpack.
+files is chosen for each component by file names, on the disk and the Hub alike: safetensors of the requested variant,
+plain safetensors, then Flax msgpack.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from canvax.weights.safetensors import open_safetensors
 
 INDEX = "model_index.json"
 MODULAR = "modular_model_index.json"
-"""In place of the index in folders of diffusers' modular pipelines."""
+"""Name of the index in folders of diffusers' modular pipelines."""
 
 INDICES = (INDEX, MODULAR)
 """Names of the index; the first that a folder has is read."""
 
 DEFAULTS = "canvax.json"
-"""Optional, beside the index: steps and guidance that suit the model."""
+"""Name of an optional file with steps and guidance that suit the model."""
 
 Library = Literal["diffusers", "transformers"]
 
@@ -46,7 +46,7 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _LIBRARIES = {"diffusers", "transformers"}
 
 Accept = Callable[[Mapping[str, Any]], Any]
-"""Looks at ``model_index.json`` before anything else is fetched; raises if the model is of no use."""
+"""A function that reads ``model_index.json`` before other files are fetched, and raises if it refuses the model."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class WeightPlan:
 
     Attributes:
         file: name inside the component's folder; the index if the weights are sharded.
-        sharded: whether ``file`` is an index.
-        variant: the variant the file belongs to, None for the plain one.
+        sharded: True if ``file`` is an index.
+        variant: the variant that the file belongs to, None for the plain one.
     """
 
     file: str
@@ -86,9 +86,9 @@ def library_of(component: str) -> Library:
 def read_index(
     name: str, path: Path, accept: Accept | None, names: Collection[str], known: Collection[str]
 ) -> Mapping[str, Any]:
-    """``model_index.json`` of the model in a folder, which has files of these ``names``; ``accept`` may refuse it.
+    """Read ``model_index.json`` in a folder with files of these ``names``; ``accept`` may refuse the model.
 
-    ``known``: the components that canvax reads.
+    ``known`` are the components that canvax reads.
 
     Raises:
         CheckpointError: it is malformed or refused, or a component is in another repository.
@@ -110,7 +110,7 @@ def index_in(names: Collection[str]) -> str | None:
 
 
 def _plain(name: str, index: Mapping[str, Any], folders: Collection[str], known: Collection[str]) -> dict[str, Any]:
-    """Return the index of a modular pipeline as that of another; each entry has library, class and where it is from."""
+    """Return the index of a modular pipeline as an ordinary one; its entries have library, class and source."""
     plain = dict(index)
     for part, entry in index.items():
         if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
@@ -119,13 +119,13 @@ def _plain(name: str, index: Mapping[str, Any], folders: Collection[str], known:
             if part in known and part not in folders and where:
                 raise CheckpointError(
                     f"{name}: has no folder {part}; its {part} is in another repository, {where!r:.99}. Download both, "
-                    f"and put the files of the {part} into a folder {part} beside {MODULAR}."
+                    f"and put the files of the {part} into a folder {part} next to {MODULAR}."
                 )
     return plain
 
 
 def modular(index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an index as that of a modular pipeline, which is read from the folder that it is in."""
+    """Return an index as that of a modular pipeline, with all components in its folder."""
     name = str(index["_class_name"])
     result: dict[str, Any] = {"_blocks_class_name": name.replace("ModularPipeline", "AutoBlocks"), **index}
     for part, entry in index.items():
@@ -136,7 +136,7 @@ def modular(index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def components_of(name: str, index: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
-    """The components to read, of those that are ``known``, and their classes; those with weights come first.
+    """Return the components of the index that are ``known``, and their classes; those with weights come first.
 
     Raises:
         CheckpointError: the index is malformed, or names code that comes with the checkpoint.
@@ -169,10 +169,10 @@ def read_folder(
     *,
     weights: bool,
 ) -> ModelFiles:
-    """The model in a folder, whose configs are read; ``known``: the components that canvax reads.
+    """Read the model in a folder with its configs; ``known`` are the components that canvax reads.
 
     Raises:
-        CheckpointError: lists every folder, config and, with ``weights``, weight file that is missing.
+        CheckpointError: folders, configs or, with ``weights``, weight files are missing; the error lists all.
     """
     components, configs, faults = components_of(name, index, known), {}, []
 
@@ -210,13 +210,13 @@ def read_folder(
 
 
 def config_file(component: str) -> str:
-    """The name of a component's config file."""
+    """Return the name of a component's config file."""
     match = _PLAIN.fullmatch(component)
     return f"{match[1]}_config.json" if match else "config.json"
 
 
 def small_files(components: Collection[str], names: Collection[str]) -> list[str]:
-    """Those of ``names``, relative to the model's folder, that are read beside the index and the weights."""
+    """Return the ``names``, relative to the model's folder, of files besides the index and the weights."""
     wanted = [f"{part}/{file}" for part in components for file in plain_files(part) or ("config.json",)]
     return [name for name in (DEFAULTS, CONCEPTS, *wanted) if name in names]
 
@@ -224,10 +224,10 @@ def small_files(components: Collection[str], names: Collection[str]) -> list[str
 def plan_components(
     name: str, components: Collection[str], names: Collection[str], variant: str | None
 ) -> dict[str, WeightPlan]:
-    """The weight file of each component that has weights, chosen among ``names`` relative to the model's folder.
+    """Choose the weight file of each component with weights among ``names`` relative to the model's folder.
 
     Raises:
-        CheckpointError: there is nothing that can be read for a component, or no component has the variant.
+        CheckpointError: a component has no file that can be read, or no component has the variant.
     """
     inside = {
         part: [file.removeprefix(f"{part}/") for file in names if file.startswith(f"{part}/")]
@@ -248,10 +248,11 @@ def plan_components(
 def plan_weights(names: Collection[str], kind: Library, variant: str | None, where: str) -> WeightPlan:
     """Choose one weight file among the ``names`` in a component's folder; ``where`` names the folder in errors.
 
-    Without a file of the ``variant``, the plain one is taken: repositories often hold variants of some components only.
+    Without a file of the ``variant``, the plain one is chosen: repositories often hold variants of some components
+    only.
 
     Raises:
-        CheckpointError: there is nothing that can be read; says what there is instead.
+        CheckpointError: no file can be read; the error says which files there are.
     """
     stem = STEMS[kind]
     for wanted in dict.fromkeys((variant, None)):
@@ -274,7 +275,7 @@ def plan_weights(names: Collection[str], kind: Library, variant: str | None, whe
 
 
 def find_weights(folder: Path, kind: Library, variant: str | None = None) -> list[Path]:
-    """The weight files of one component's folder: one file, or all shards.
+    """Find the weight files of a component's folder: one file, or all shards.
 
     Raises:
         CheckpointError: the folder, its weights or a shard is missing, or there are only pickles.
@@ -297,7 +298,7 @@ def find_weights(folder: Path, kind: Library, variant: str | None = None) -> lis
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that a sharded checkpoint's index names, which must be plain names beside the index."""
+    """Return the files that a sharded checkpoint's index names, which must be plain names in its folder."""
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index}: has no weight_map. {DAMAGED}")
@@ -309,7 +310,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of a folder's files.
+    """Return the names of a folder's files.
 
     Raises:
         CheckpointError: the folder is missing or cannot be read.
@@ -323,7 +324,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def _variants(names: Collection[str], kind: Library) -> list[str]:
-    """The variants for which safetensors files are there."""
+    """Return the variants for which safetensors files exist."""
     stem = re.escape(STEMS[kind])
     pattern = re.compile(rf"{stem}\.(?:safetensors\.index\.([\w\-]+)\.json|([\w\-]+)\.safetensors)")
     matches = [match for match in map(pattern.fullmatch, names) if match]

@@ -223,7 +223,7 @@ _OLD_STEP = re.compile(r"\.(to_q|to_k|to_v|to_out\.0)(?=\.(?:weight|bias)$)")
 _FLAX_LISTS = {"layers"}
 """Lists whose items Flax stores one level deeper, as ``layers/0`` instead of ``layers_0``."""
 
-_LEFTOVER = re.compile(r"(text_model\.|(vision_model\.){0,2})embeddings\.position_ids")
+LEFTOVER = re.compile(r"(text_model\.|(vision_model\.){0,2})embeddings\.position_ids")
 """Buffers without weights: position ids, in older files of encoders."""
 
 
@@ -234,11 +234,6 @@ def spellings(name: str, param: Param) -> Iterator[str]:
         for spelled in (spelling, flax_name(spelling, param)):
             yield spelled
             yield re.sub(r"^(text_model|vision_model)[./]", "", spelled)
-
-
-def is_leftover(entry: Entry) -> bool:
-    """Return whether an array is known to be unused."""
-    return _LEFTOVER.fullmatch(entry.name.replace("/", ".")) is not None
 
 
 def flax_name(name: str, param: Param) -> str:

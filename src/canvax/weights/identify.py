@@ -150,13 +150,10 @@ def transformer_family(names: Collection[str]) -> Family | None:
     """Return the family of the transformer in a file; None for other files."""
     plain = list(map(bare_name, names))
     for family in FAMILIES:
-        if family.single_file and all(_begins(plain, start) for start in family.single_file.marks):
+        layout = family.single_file
+        if layout and all(any(name.startswith(mark) for name in plain) for mark in layout.marks):
             return family
     return None
-
-
-def _begins(names: Collection[str], start: str) -> bool:
-    return any(name.startswith(start) for name in names)
 
 
 def identify(shapes: Shapes) -> FileKind | None:

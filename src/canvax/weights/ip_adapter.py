@@ -42,8 +42,8 @@ def open_ip_adapter(location: Location) -> NetworkFiles:
     expect(name, {array.name: array.shape for array in arrays}, IP_ADAPTER)
     if any(_FACE_ID.search(name) for name in names) or {"image_proj.norm.weight", "image_proj.proj.0.weight"} <= names:
         raise CheckpointError(
-            f"{name}: is an IP-Adapter of the FaceID kind, which reads numbers that InsightFace makes of a face and "
-            "not an image; canvax does not have it. The plus-face kind (ip-adapter-plus-face) reads images of faces"
+            f"{name}: is an IP-Adapter of the FaceID kind, which reads InsightFace's numbers of a face and not an "
+            "image; canvax does not have it. The plus-face kind (ip-adapter-plus-face) reads images of faces"
         )
     if not any(map(_LAYER.fullmatch, names)):
         raise CheckpointError(f"{name}: is no IP-Adapter: it has no arrays such as ip_adapter.1.to_k_ip.weight")
@@ -123,7 +123,7 @@ def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFil
         return replace(
             _open_encoder(*((likely, "") if likely.local() else likely.on_hub()), adapter, files), named=True
         )
-    fault = "there is no folder image_encoder beside it"
+    fault = "there is no folder image_encoder next to it"
     for place in _beside(files, location):
         try:
             return _open_encoder(*place, adapter, files)

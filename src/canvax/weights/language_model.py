@@ -47,7 +47,8 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
         try:
             config = config_of(shapes)
             if "text_config" in usual:
-                config = {"text_config": {**usual["text_config"], **config}}
+                eyes = {**usual["vision_config"], **vision_config(shapes)}
+                config = {"text_config": {**usual["text_config"], **config}, "vision_config": eyes}
             return NetworkFiles(name, arrays, {**usual, **config}, path)
         except (KeyError, IndexError) as error:
             raise CheckpointError(
@@ -125,3 +126,19 @@ _KINDS: dict[str, tuple[Callable[[Sequence[Entry]], list[Entry]], FileKind, Call
     "clip_text_model": (_whole_clip, TEXT_ALONE, clip_config),
 }
 """Renaming, kind of file, and config from shapes, by ``model_type``."""
+
+
+def vision_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the fields of a vision tower's config that shapes determine; ``depth`` is 0 without a tower."""
+    shapes = {whole_name(name): shape for name, shape in shapes.items()}
+    depth = numbered(shapes, r"visual\.blocks\.(\d+)\.")
+    if not depth:
+        return {"depth": 0}
+    positions, width = shapes["visual.pos_embed.weight"]
+    return {
+        "depth": depth,
+        "hidden_size": width,
+        "num_position_embeddings": positions,
+        "intermediate_size": shapes["visual.blocks.0.mlp.linear_fc1.weight"][0],
+        "out_hidden_size": shapes["visual.merger.linear_fc2.weight"][0],
+    }

@@ -107,8 +107,9 @@ def _network(networks: Networks, component: str) -> Any:
 
 
 def _layers_read(encoder: LanguageModel, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the arrays of the layers that are used, without the head and the vision encoder."""
-    unread = ("lm_head.", "visual.", *(() if "norm" in encoder.spec["model"] else ("model.norm.",)))
+    """Return the arrays of the layers that are used, without the head and an unused vision encoder."""
+    used = {**encoder.spec, **{f"model.{name}": part for name, part in encoder.spec["model"].items()}}
+    unread = ("lm_head.", *(f"{name}." for name in ("visual", "model.norm") if name not in used))
     named = [replace(entry, name=whole_name(entry.name)) for entry in entries]
     layers = [LAYER.match(entry.name) for entry in named]
     return [

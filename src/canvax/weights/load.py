@@ -25,7 +25,7 @@ from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
 from canvax.weights.folder import Library
-from canvax.weights.formats import accepted_shapes, flax_name, is_leftover, spellings
+from canvax.weights.formats import LEFTOVER, accepted_shapes, flax_name, spellings
 from canvax.weights.safetensors import ArrayToSave
 
 Place = Callable[[Param, HostArray], Array]
@@ -277,7 +277,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
         name = known.get(entry.name)
         where = f"{entry.name} in {folder}{entry.path.name}"
         if name is None:
-            if not is_leftover(entry):
+            if not LEFTOVER.fullmatch(entry.name.replace("/", ".")):
                 faults.unused.append(f"{where} {entry.shape}")
         elif name in matched:
             faults.ambiguous.append(f"{inside}{name}: as {matched[name].name} and as {where}")

@@ -82,7 +82,8 @@ class Location:
             raise InputError(self.argument, "is no name", cure=what, value=self.name)
         if not str(self.name):
             raise InputError(self.argument, "is empty", cure=what, value=self.name)
-        check_variant(self.variant)
+        if self.variant is not None and not (isinstance(self.variant, str) and _VARIANT.fullmatch(self.variant)):
+            raise InputError("variant", "is no name of a variant", cure="'fp16' is one", value=self.variant)
         revision = self.revision
         if revision is not None and (
             not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision
@@ -177,12 +178,6 @@ class Location:
         return f"bundled models: {nearest(bare, list(BUNDLED))}; {folder}" if self.argument == "model" else folder
 
 
-def check_variant(variant: str | None) -> None:
-    """Refuse a variant that cannot be part of a file name."""
-    if variant is not None and (not isinstance(variant, str) or not _VARIANT.fullmatch(variant)):
-        raise InputError("variant", "is no name of a variant", cure="'fp16' is one", value=variant)
-
-
 def warn_unused_cache(cache_dir: str | Path | None, *names: str | Path) -> None:
     """Warn of a folder for the Hub's files if none of the named models, networks and parts is on the Hub."""
     if cache_dir is not None and all(name in BUNDLED or os.path.lexists(Path(name).expanduser()) for name in names):
@@ -196,7 +191,7 @@ def check_source(source: Mapping[str, Any], argument: str, *known: str) -> None:
         InputError: names the first.
     """
     for name in sorted(source.keys() - set(known)):
-        raise InputError(name, f"is not an argument beside {argument}", cure=nearest(name, known))
+        raise InputError(name, f"is not an argument together with {argument}", cure=nearest(name, known))
 
 
 def refuse_pickle(path: str | Path) -> None:

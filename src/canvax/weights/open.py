@@ -107,7 +107,7 @@ def open_files(
             try:
                 files = _open_folder(location, commit.folder, commit.sha, accept, wanted)
             except CheckpointError as error:
-                raise CheckpointError(f"{error} (The Hub was not asked: only the cache at hand was used.)") from None
+                raise CheckpointError(f"{error} (The Hub was not asked; only the local cache was used.)") from None
         else:
             if (file := index_in(commit.names)) is None:
                 raise CheckpointError(f"{name}: {why_no_index(commit.names)}")

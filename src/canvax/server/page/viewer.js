@@ -111,7 +111,7 @@ export function prepareViewer() {
     if (event.key === "ArrowLeft") step(-1);
     if (event.key === "ArrowRight") step(1);
   });
-  $("viewer").addEventListener("close", () => {
-    $("tiles").querySelector(`[data-id="${current?.id}"] .target`)?.focus();
+  $("viewer").addEventListener("close", () => {  // some time after an action has closed it and perhaps moved the focus
+    if (document.activeElement.matches("body, .tile *")) $("tiles").querySelector(`[data-id="${current?.id}"] .target`)?.focus();
   });
 }

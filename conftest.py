@@ -43,6 +43,8 @@ from canvax.weights.location import BUNDLED
 from tests.support.bundled import PACKAGED
 from tests.support.random_numbers import begin_anew
 
+gc.set_threshold(200_000, 20, 100)  # else a third of the time in which all modules are imported
+
 # Numbers and shapes become others only where the code says so: a silent float32 in a 16-bit network is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -52,7 +54,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # users.
 with_small_vae = tempfile.TemporaryDirectory(prefix="canvax-emoji-", ignore_cleanup_errors=True)
 for part in PACKAGED.iterdir():
-    source = Path(__file__).parent / "data" / "small" / "vae" if part.name == "vae" else part
+    source = Path(__file__).parent / "tests" / "data" / "small" / "vae" if part.name == "vae" else part
     Path(with_small_vae.name, part.name).symlink_to(source)
 BUNDLED["emoji"] = Path(with_small_vae.name)
 
@@ -64,10 +66,11 @@ if TYPE_CHECKING:
 
     import canvax
 
-AS_FOR_USERS = {
-    *("test_batch", "test_cli_process", "test_golden", "test_image_to_image", "test_kernels", "test_pipeline"),
-}
+AS_FOR_USERS = {"test_cli_process", "test_golden"}
 """Modules, in tests/parity too, whose programs and those of the processes they start are compiled as users' are."""
+
+AS_FOR_USERS_BEFORE_A_MERGE = {"test_batch", "test_image_to_image", "test_kernels", "test_pipeline"}
+"""Modules of which this holds in a run with slow tests."""
 
 OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""
@@ -108,7 +111,8 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
         if module in OWN_CACHES:
             environment.delenv("JAX_COMPILATION_CACHE_DIR")
             use_folder(None)
-        if not AS_FOR_USERS & set(request.module.__name__.split(".")):
+        ordinary = "not slow" in request.config.option.markexpr
+        if module not in AS_FOR_USERS | (set() if ordinary else AS_FOR_USERS_BEFORE_A_MERGE):
             jax.config.update("jax_disable_most_optimizations", True)
             environment.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
             # JAX has no public setting for options of all programs but XLA_FLAGS, which holds for all modules.

@@ -15,17 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 
 from benchmarks.command import run
-from benchmarks.lab import measure as measuring
 from benchmarks.lab.job import Job, lengthened, make_inputs, names_of, text_rows
 from benchmarks.lab.layouts import SMALL as FEW_STEPS
 from benchmarks.lab.measure import _compare, _fit_together, measure
 from benchmarks.lab.models import preset_bytes, write_random
-from benchmarks.lab.process import Contender
 from canvax.cli import BAD_INPUT, INTERRUPTED, main
 from canvax.cli.bench import _figures, lines
 from canvax.compile.programs import Programs
@@ -42,10 +39,9 @@ from canvax.parallel.rules import abstract_params
 from canvax.pipelines.loaded import open_model
 from canvax.planning.chips import peak_flops
 from canvax.planning.flops import count_flops, evaluation_flops
-from canvax.weights.cast import cast_into
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
+from tests.support.small_checkpoint import TEXT, UNET, VAE
 
 pytestmark = pytest.mark.slow
 
@@ -91,21 +87,6 @@ def without_site(folder: Path) -> str:
 
 
 # Measuring
-
-
-@pytest.mark.weekly
-def test_alone(bench: Bench, small: Path) -> None:
-    report = bench("unet", "--model", small, "--size", "64x32")
-    one = report["contenders"]["canvax"]
-    assert (report["ours"], report["theirs"], report["ratio"], report["peer"]) == (one["median_s"], None, None, None)
-    assert (report["width"], report["height"], report["dtype"]) == (64, 32, "float32")
-    assert len(one["seconds"]) == 2
-    assert 0 < one["min_s"] <= one["median_s"] <= one["max_s"]
-    assert one["compile_s"] > 0 < one["load_s"]
-    assert one["flops_per_s"] > 0 == one["flops_per_s"] - one["flops"] / one["median_s"]
-    assert one["share_of_peak"] is one["device_peak_bytes"] is None
-    assert one["host_peak_bytes"] > 50e6
-    assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
 
 
 @pytest.mark.parametrize("part", ["unet", pytest.param("picture", marks=pytest.mark.weekly)])
@@ -168,16 +149,6 @@ def test_starting(bench: Bench, small: Path) -> None:
     assert report["ours"] == medians[-1]
 
 
-@pytest.mark.weekly
-def test_a_table_for_people(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["text", "--model", str(small), "--device", "cpu", "--rounds", "1", "--quiet"], run=run) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "text: float32, 1 prompts;" in lines[0]
-    assert lines[2].split("  ")[0] == ""
-    assert "median s (min-max)" in lines[2]
-    assert lines[3].startswith("canvax")
-
-
 # Refusing
 
 
@@ -230,32 +201,6 @@ def test_few_steps_in_16_bits_may_drift(
 
 
 @pytest.mark.weekly
-def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
-    """PyTorch given another checkpoint than canvax: the same shapes, another seed."""
-    pytest.importorskip("diffusers")
-    other = write_random(tmp_path / "other", SMALL, dtype=np.float16, seed=1)
-
-    class Misled(Job):
-        def write(self, path: Path, contender: str, **more: Any) -> Path:
-            job = self if contender == "canvax" else replace(self, folder=other)
-            return Job.write(job, path, contender, **more)
-
-    job = Misled("text", small, 64, 64, 1, 2, "float32", "cpu")
-    with pytest.raises(CanvaxError, match="torch and canvax do different work"):
-        measure(job, [Contender("torch")], 1, tell=lambda text: None)
-
-
-@pytest.mark.weekly
-def test_contenders_that_do_not_fit_together_run_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "available_bytes", lambda: 0)
-    said: list[str] = []
-    found = measure(Job("text", small, 64, 64, 1, 2, "float32", "cpu"), [], 2, tell=said.append)
-    assert len(found["canvax"]["seconds"]) == 2
-    assert [line.partition(":")[0] for line in said] == ["round 1 of 2", "round 2 of 2"]
-    assert all("alone" in line for line in said)
-
-
-@pytest.mark.weekly
 def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(small, broken)
@@ -272,7 +217,6 @@ def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:
 def test_ended_from_outside_it_leaves_nothing(small: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "unet", "--model", str(small), "--device", "cpu"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert process.stderr is not None
     assert any("loading and compiling" in line for line in process.stderr)
     process.terminate()
     assert process.wait(60) == INTERRUPTED
@@ -425,26 +369,6 @@ def test_contenders_share_a_gpu_that_holds_them(small: Path) -> None:
     assert not _fit_together(job, model, 3)
     assert _fit_together(replace(job, batch=2), model, 3)
     assert _fit_together(replace(job, device_bytes=None), model, 9)
-
-
-def test_inputs(tmp_path: Path) -> None:
-    checkpoint = read_model(open_files(Location(write_small_checkpoint(tmp_path / "model"))), np.float32)
-    job = Job("unet", tmp_path, 64, 32, 3, 1, "float32", "cpu")
-    shapes = {name: array.shape for name, array in make_inputs(job, checkpoint).items()}
-    assert shapes == {"latents": (6, 4, 8, 4), "timesteps": (6,), "text": (6, 77, 48)}
-    assert make_inputs(replace(job, part="vae"), checkpoint)["latents"].shape == (3, 4, 8, 4)
-    assert make_inputs(replace(job, part="text"), checkpoint)["text_encoder/ids"].shape == (3, 77)
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
-def test_half_precision_for_every_number(dtype: Any) -> None:
-    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(256, 256)
-    padded = np.empty((256, 300), dtype)
-    cast_into(padded[:, :256], half)
-    with np.errstate(invalid="ignore"):
-        want = half.astype(dtype)
-    bits = f"u{want.itemsize}"
-    np.testing.assert_array_equal(padded[:, :256].view(bits), want.view(bits))
 
 
 def test_peaks() -> None:

@@ -50,7 +50,7 @@ def stub(folder: Path | None = None, *, pace: float = 0.0) -> Iterator[tuple[str
         (folder / "keys.txt").write_text("\n".join(f"c{i}:{key}" for i, key in enumerate(KEYS)))
         keys = Keys.read(folder / "keys.txt")
     app = create_app(engine, Settings(keys=keys), state=lambda: State.READY, metrics=Metrics())
-    with served(app, named=False) as base:
+    with served(app) as base:
         yield base, engine
 
 
@@ -208,24 +208,3 @@ def test_clients_who_wait_are_measured(tmp_path: Path, monkeypatch: pytest.Monke
     assert 0.02 <= short["alone_p50"] < 0.25 <= long["alone_p50"]
     assert short["p95_over_alone"] == pytest.approx(short["p95"] / short["alone_p95"])
     assert short["count"] > long["count"] > 2
-
-
-def test_the_first_server_with_as_many_clients_is_the_base() -> None:
-    rows: list[dict[str, float]] = []
-    for name, clients, most in [("none", 1, 2.0), ("none", 8, 4.0), ("steps", 1, 2.0), ("steps", 8, 10.0)]:
-        server = serve_load.Server(name, "http://127.0.0.1:1")
-        serve_load._add(rows, server, clients, {"requests_per_s": most})
-    assert [row["over_first"] for row in rows] == [1.0, 1.0, 1.0, 2.5]
-
-
-def test_a_mix_of_one_kind_has_no_long_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stub() as (base, _):
-        monkeypatch.setattr("sys.argv", ["", "--url", base, "--beside", "1", "--mix", "few"])
-        with pytest.raises(SystemExit):
-            serve_load.main()
-
-
-def test_requests_of_few_steps_leave_the_sampler_to_the_model() -> None:
-    bodies = [one.body for one in requests(10.0, 10.0, clients=1, seed=0, mix=MIXES["few"])]
-    assert {(one["size"], one["steps"], one["guidance_scale"]) for one in bodies} == {("512x512", 4, 1.0)}
-    assert not any("sampler" in one for one in bodies)
