@@ -768,7 +768,8 @@ def test_sizes_of_anima() -> None:
     assert CosmosConfig.from_dict(config_of(ANIMA, specs["transformer"])) == CosmosConfig()
     adapter = shapes_of(specs["text_conditioner"])
     assert adapter == on_no_device("AnimaTextConditioner")
-    assert single is not None and (len(state), len(adapter)) == (567, 118)
+    assert single is not None
+    assert (len(state), len(adapter)) == (567, 118)
     assert AdapterConfig.from_dict(single.inside["text_conditioner"][1](adapter)) == AdapterConfig()
     found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_06B, 28)))
     assert DecoderConfig.from_dict({**single.configs["text_encoder"], **found}) == QWEN3_06B

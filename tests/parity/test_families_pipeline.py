@@ -769,9 +769,8 @@ def test_image_to_image_of_anima(model: Model) -> None:
 @over("anima")
 def test_lora_of_the_adapter_of_texts(model: Model, tmp_path: Path, down: str, up: str) -> None:
     """It is a part of the transformer in files of other programs."""
-    layers, rng, arrays = ("blocks.0.cross_attn.v_proj", "blocks.1.mlp.2", "out_proj"), np.random.default_rng(5), Arrays()
-    changed = model.loaded()
-    for layer in layers:
+    changed, rng, arrays = model.loaded(), np.random.default_rng(5), Arrays()
+    for layer in ("blocks.0.cross_attn.v_proj", "blocks.1.mlp.2", "out_proj"):
         *path, last = layer.split(".")
         place: Any = changed.params["text_conditioner"]
         for step in path:
@@ -783,10 +782,11 @@ def test_lora_of_the_adapter_of_texts(model: Model, tmp_path: Path, down: str, u
         arrays |= {down.format(name): pair[0], up.format(name): pair[1]}
     want, asked = model.draw(changed, guidance_scale=1.0).pixels, {"guidance_scale": 1.0}
     assert_other(model.draw(**asked).pixels, want)
-    model.ours.adapters.load("style", write(tmp_path / "style.safetensors", arrays))
-    got = model.draw(**asked).pixels
-    model.ours.adapters.remove("style")
-    assert_near(got, want)
+    pipe = model.loaded()
+    if beside := "llm_adapter." in down:
+        pipe.adapters.beside(rank=2)
+    pipe.adapters.load("style", write(tmp_path / "style.safetensors", arrays), beside=beside)
+    assert_near(model.draw(pipe, **asked).pixels, want)
 
 
 @over("flux-dev")

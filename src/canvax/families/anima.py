@@ -108,8 +108,6 @@ def _config(shapes: Shapes) -> dict[str, Any]:
         "text_embed_dim": shapes[f"{block}.attn2.to_k.weight"][1],
         "adaln_lora_dim": shapes[f"{block}.norm1.linear_1.weight"][0],
         "rope_scale": [1.0, 4.0, 4.0],
-        "patch_size": [1, 2, 2],
-        "max_size": [128, 240, 240],
         "extra_pos_embed_type": None,
     }
 

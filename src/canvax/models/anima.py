@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Factor, Ids, Layers
 from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
+    IMAGE,
     Rope,
-    attend,
     grid_ids,
     layer_norm,
     modulated,
     qk_norm_spec,
-    queries_keys_values,
     rms_norm,
     rms_norm_spec,
     rotary_embedding,
@@ -47,6 +46,9 @@ ADAPTER = "text_conditioner"
 
 EPS, QK_EPS = 1e-6, 1e-5
 """Epsilons of all normalisations, and of those of the transformer's queries and keys."""
+
+ADAPTER_NAMES = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+"""Names of the adapter's projections and normalisations."""
 
 THETA = 1e4
 """Base of the frequencies of rotary positions."""
@@ -133,16 +135,13 @@ def cosmos_spec(cfg: CosmosConfig) -> Spec:
     def modulation(count: int) -> Spec:
         return whole({"linear_1": line(width, rank), "linear_2": line(rank, count * width)})
 
-    attention = self_attention_spec(width, cfg.num_attention_heads, cfg.attention_head_dim)
+    own = self_attention_spec(width, cfg.num_attention_heads, cfg.attention_head_dim)
     block: Spec = {
         **{f"norm{i}": modulation(3) for i in (1, 2, 3)},
-        "attn1": attention,
-        "attn2": attention | {name: line(cfg.text_embed_dim, width, ("embed", heads)) for name in ("to_k", "to_v")},
-        "ff": {"net": {
-            "0": {"proj": line(width, inner, ("embed", "mlp"))},
-            "2": line(inner, width, ("mlp", "embed")),
-        }},
-    }  # fmt: skip
+        "attn1": own,
+        "attn2": own | {name: line(cfg.text_embed_dim, width, ("embed", heads)) for name in ("to_k", "to_v")},
+        "ff": {"net": {"0": {"proj": line(width, inner, ("embed", "mlp"))}, "2": line(inner, width, ("mlp", "embed"))}},
+    }
     return {
         "patch_embed": {"proj": whole(line(4 * (cfg.in_channels + cfg.concat_padding_mask), width))},
         "time_embed": whole({
@@ -160,21 +159,18 @@ def adapter_spec(cfg: AdapterConfig) -> Spec:
     width, inner, heads = cfg.model_dim, int(cfg.model_dim * cfg.mlp_ratio), Axis("heads", cfg.num_attention_heads)
 
     def attention(source: int) -> Spec:
-        inputs = {"q_proj": width, "k_proj": source, "v_proj": source}
+        inputs = zip(ADAPTER_NAMES, (width, source, source), strict=False)
         return {
-            **{name: linear_spec(size, width, ("embed", heads), bias=False) for name, size in inputs.items()},
+            **{name: linear_spec(size, width, ("embed", heads), bias=False) for name, size in inputs},
             "o_proj": linear_spec(width, width, (heads, "embed"), bias=False),
-            **qk_norm_spec(cfg.head_dim, ("q_norm", "k_norm")),
+            **qk_norm_spec(cfg.head_dim, ADAPTER_NAMES[3:]),
         }
 
     block: Spec = {
         **{f"norm_{part}": rms_norm_spec(width) for part in ("self_attn", "cross_attn", "mlp")},
         "self_attn": attention(width),
         "cross_attn": attention(cfg.source_dim),
-        "mlp": {
-            "0": linear_spec(width, inner, ("embed", "mlp")),
-            "2": linear_spec(inner, width, ("mlp", "embed")),
-        },
+        "mlp": {"0": linear_spec(width, inner, ("embed", "mlp")), "2": linear_spec(inner, width, ("mlp", "embed"))},
     }
     return {
         "embed": embedding_spec(cfg.target_vocab_size, cfg.target_dim),
@@ -201,7 +197,7 @@ def adapter(p: Params, source: Array, source_lengths: Array, ids: Array, lengths
     """
     source = jnp.where((jnp.arange(source.shape[1])[None] < source_lengths[:, None])[..., None], source, 0)
     source_lengths, at_least_one = jnp.maximum(source_lengths, 1), jnp.maximum(lengths, 1)
-    ropes = tuple(
+    own, others = (
         rotary_embedding(jnp.arange(tokens)[None, :, None], (cfg.head_dim,), THETA)
         for tokens in (ids.shape[1], source.shape[1])
     )
@@ -210,7 +206,7 @@ def adapter(p: Params, source: Array, source_lengths: Array, ids: Array, lengths
     with scope("text_conditioner"):
         for i in range(cfg.num_layers):
             h = _adapter_block(
-                p["blocks"][str(i)], h, source, ropes, at_least_one, source_lengths, cfg=cfg, where=f"blocks.{i}"
+                p["blocks"][str(i)], h, source, (own, others), at_least_one, source_lengths, where=f"blocks.{i}"
             )
     h = rms_norm(p["norm"], linear(p["out_proj"], h), eps=EPS)
     return jnp.where((jnp.arange(ids.shape[1])[None] < lengths[:, None])[..., None], h, 0)
@@ -218,38 +214,34 @@ def adapter(p: Params, source: Array, source_lengths: Array, ids: Array, lengths
 
 @outlined
 def _adapter_block(
-    p: Params, x: Array, source: Array, ropes: tuple[Rope, ...], lengths: Array, source_lengths: Array,
-    *, cfg: AdapterConfig,
-) -> Array:  # fmt: skip
+    p: Params, x: Array, source: Array, ropes: tuple[Rope, Rope], lengths: Array, source_lengths: Array
+) -> Array:
     """Apply self-attention [B, T, D], cross-attention to ``source`` [B, S, C] and a feed-forward."""
-    own, others = ropes
-
-    def attended(a: Params, h: Array, keys: Array, rope: Rope, lengths: Array) -> Array:
-        q, k, v = (
-            linear(a[name], part).reshape(*part.shape[:2], -1, cfg.head_dim)
-            for name, part in (("q_proj", h), ("k_proj", keys), ("v_proj", keys))
-        )
-        q, k = rms_norm(a["q_norm"], q, eps=EPS), rms_norm(a["k_norm"], k, eps=EPS)
-        y = attention(rotate(q, own), rotate(k, rope), v, lengths=lengths)
-        return linear(a["o_proj"], y.reshape(*h.shape[:2], -1))
-
-    h = rms_norm(p["norm_self_attn"], x, eps=EPS)
-    x = x + attended(p["self_attn"], h, h, own, lengths)
-    x = x + attended(p["cross_attn"], rms_norm(p["norm_cross_attn"], x, eps=EPS), source, others, source_lengths)
+    h, rest = rms_norm(p["norm_self_attn"], x, eps=EPS), {"names": ADAPTER_NAMES, "eps": EPS}
+    y = _attended(p["self_attn"], h, h, (ropes[0], ropes[0]), lengths, **rest)
+    x = x + linear(p["self_attn"]["o_proj"], y)
+    h = rms_norm(p["norm_cross_attn"], x, eps=EPS)
+    y = _attended(p["cross_attn"], h, source, ropes, source_lengths, **rest)
+    x = x + linear(p["cross_attn"]["o_proj"], y)
     h = rms_norm(p["norm_mlp"], x, eps=EPS)
     return x + linear(p["mlp"]["2"], gelu(linear(p["mlp"]["0"], h)))
 
 
-class CosmosContext(NamedTuple):
-    """Inputs of the transformer besides the image; they are the same in all steps.
+def _attended(
+    p: Params, x: Array, source: Array, ropes: tuple[Rope, Rope] | None = None, lengths: Array | None = None,
+    *, names: tuple[str, ...] = IMAGE, eps: float = QK_EPS,
+) -> Array:  # fmt: skip
+    """Return attention of ``x`` [B, T, D] to the first ``lengths`` [B] rows of ``source`` [B, S, C], [B, T, D].
 
-    Attributes:
-        text: [B, S, ``text_embed_dim``], all of which is read.
-        rope: positions of the image.
+    ``ropes`` are the positions of both, and ``names`` those of the projections and normalisations.
     """
-
-    text: Array
-    rope: Rope
+    head_dim = p[names[3]]["weight"].shape[0]
+    parts = zip(names[:3], (x, source, source), strict=True)
+    q, k, v = (linear(p[name], part).reshape(*part.shape[:2], -1, head_dim) for name, part in parts)
+    q, k = rms_norm(p[names[3]], q, eps=eps), rms_norm(p[names[4]], k, eps=eps)
+    if ropes:
+        q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
+    return attention(q, k, v, lengths=lengths).reshape(*x.shape[:2], -1)
 
 
 def positions(tokens: int, width: Array, cfg: CosmosConfig) -> Rope:
@@ -267,14 +259,15 @@ def positions(tokens: int, width: Array, cfg: CosmosConfig) -> Rope:
     return Rope(*(jnp.concatenate(parts, axis=-1) for parts in zip(*ropes, strict=True)))
 
 
-def cosmos(p: Params, x: Array, timestep: Array, context: CosmosContext, cfg: CosmosConfig) -> Array:
+def cosmos(p: Params, x: Array, timestep: Array, text: Array, rope: Rope, cfg: CosmosConfig) -> Array:
     """Predict the velocity (noise minus image) of noisy latents.
 
     Args:
         p: parameters as declared by ``cosmos_spec``.
         x: latents as tokens [B, L, 4 ``in_channels``], from ``pack`` with channels first, in the dtype to compute in.
         timestep: [B], 1000 for noise and 0 for an image.
-        context: text and positions.
+        text: [B, S, ``text_embed_dim``], all of which is read.
+        rope: positions of the image.
         cfg: the config.
 
     Returns:
@@ -288,38 +281,29 @@ def cosmos(p: Params, x: Array, timestep: Array, context: CosmosContext, cfg: Co
     h = linear(p["patch_embed"]["proj"], jnp.pad(x, ((0, 0), (0, 0), (0, 4 * cfg.concat_padding_mask))))
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
-        h = _block(block, h, time, shared, context, where=f"transformer_blocks.{i}")
-    shift, scale = _modulation(p["norm_out"], time, shared, 2)
-    h = linear(p["proj_out"], modulated(layer_norm(h, eps=EPS), shift, scale))
+        h = _block(block, h, time, shared, text, rope, where=f"transformer_blocks.{i}")
+    h = linear(p["proj_out"], _modulated(p["norm_out"], h, time, shared)[0])
     # The transformer writes the features of a token in the order (row, column, channel).
     return h.reshape(*h.shape[:2], 4, cfg.out_channels).swapaxes(2, 3).reshape(h.shape)
 
 
-def _modulation(p: Params, time: Array, shared: Array, count: int) -> tuple[Array, ...]:
-    """Return shift, scale and, for ``count`` 3, gate, each [B, 1, D]."""
-    parts = jnp.split(shared, 3, axis=-1)[:count]
-    own = jnp.split(linear(p["linear_2"], linear(p["linear_1"], time)), count, axis=-1)
-    return tuple(mine + part for mine, part in zip(own, parts, strict=True))
+def _modulated(p: Params, x: Array, time: Array, shared: Array) -> list[Array]:
+    """Return ``x`` [B, L, D], normalised, scaled and shifted, and the gate [B, 1, D] if there is one."""
+    own = linear(p["linear_2"], linear(p["linear_1"], time))
+    shift, scale, *gate = jnp.split(own + shared[..., : own.shape[-1]], own.shape[-1] // x.shape[-1], axis=-1)
+    return [modulated(layer_norm(x, eps=EPS), shift, scale), *gate]
 
 
 @outlined
-def _block(p: Params, x: Array, time: Array, shared: Array, context: CosmosContext) -> Array:
+def _block(p: Params, x: Array, time: Array, shared: Array, text: Array, rope: Rope) -> Array:
     """Apply self-attention [B, L, D], cross-attention to the text and a feed-forward."""
-    shift, scale, gate = _modulation(p["norm1"], time, shared, 3)
-    qkv = queries_keys_values(p["attn1"], modulated(layer_norm(x, eps=EPS), shift, scale), eps=QK_EPS)
-    x = x + gate * linear(p["attn1"]["to_out"]["0"], attend(*qkv, context.rope))
-    shift, scale, gate = _modulation(p["norm2"], time, shared, 3)
-    a, head_dim = p["attn2"], context.rope.cos.shape[-1] * 2
-    h = modulated(layer_norm(x, eps=EPS), shift, scale)
-    q, k, v = (
-        linear(a[name], part).reshape(*part.shape[:2], -1, head_dim)
-        for name, part in (("to_q", h), ("to_k", context.text), ("to_v", context.text))
-    )
-    y = attend(rms_norm(a["norm_q"], q, eps=QK_EPS), rms_norm(a["norm_k"], k, eps=QK_EPS), v, None)
-    x = x + gate * linear(a["to_out"]["0"], y)
-    shift, scale, gate = _modulation(p["norm3"], time, shared, 3)
-    h = linear(p["ff"]["net"]["0"]["proj"], modulated(layer_norm(x, eps=EPS), shift, scale))
-    return x + gate * linear(p["ff"]["net"]["2"], gelu(h))
+    h, gate = _modulated(p["norm1"], x, time, shared)
+    y = _attended(p["attn1"], h, h, (rope, rope))
+    x = x + gate * linear(p["attn1"]["to_out"]["0"], y)
+    h, gate = _modulated(p["norm2"], x, time, shared)
+    x = x + gate * linear(p["attn2"]["to_out"]["0"], _attended(p["attn2"], h, text))
+    h, gate = _modulated(p["norm3"], x, time, shared)
+    return x + gate * linear(p["ff"]["net"]["2"], gelu(linear(p["ff"]["net"]["0"]["proj"], h)))
 
 
 @dataclass(frozen=True)
@@ -399,9 +383,8 @@ class CosmosDenoiser(Denoiser):
     def facts(self) -> Facts:
         return Facts(native_size=(128, 128), packing=Packing(2, channels_first=True))
 
-    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> CosmosContext:
-        rope = positions(latents[2], conditions[COLUMNS], self.cfg)
-        return CosmosContext(conditions["text"].astype(compute_dtype(p)), rope)
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Array, Rope]:
+        return conditions["text"].astype(compute_dtype(p)), positions(latents[2], conditions[COLUMNS], self.cfg)
 
-    def apply(self, p: Params, x: Array, row: Row, prepared: CosmosContext, memory: Any) -> tuple[Array, Any]:
-        return cosmos(p, x[:, 0].astype(compute_dtype(p)), row["timestep"], prepared, self.cfg)[:, None], memory
+    def apply(self, p: Params, x: Array, row: Row, prepared: tuple[Array, Rope], memory: Any) -> tuple[Array, Any]:
+        return cosmos(p, x[:, 0].astype(compute_dtype(p)), row["timestep"], *prepared, self.cfg)[:, None], memory
