@@ -139,7 +139,7 @@ ANIMA = Family(
     even_times=True,
     names=NAMES,
     single_file=SingleFile(
-        marks=("llm_adapter.", "x_embedder."),
+        marks=("llm_adapter.", "t_embedding_norm."),
         config=_config,
         configs={
             FIRST: QWEN3, "vae": {"_class_name": "AutoencoderKLQwenImage"},
