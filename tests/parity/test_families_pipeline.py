@@ -31,10 +31,11 @@ from canvax.call import Call
 from canvax.cli import main
 from canvax.compile.programs import load_or_compile
 from canvax.images.inputs import fingerprint
+from canvax.models.anima import CosmosConfig, cosmos, cosmos_spec, positions
 from canvax.models.flux import REFERENCE_SIZES
 from canvax.models.krea2 import DROPPED
 from canvax.parallel.mesh import make_mesh
-from canvax.params import flatten
+from canvax.params import flatten, init_params
 from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.request import make_request
 from canvax.pipelines.shares import shares_of
@@ -750,6 +751,24 @@ def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     assert np.abs(near - start).mean() < np.abs(far - start).mean()
     kept = model.ours("a fox", strength=0.9, mask=mask, **asked).pixels[0]
     np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+def test_sums_of_anima_that_exceed_float16() -> None:
+    """Its residual stream is float32 there."""
+    cfg = CosmosConfig(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=3,
+                       text_embed_dim=24, adaln_lora_dim=8)  # fmt: skip
+    p, rng = init_params(cosmos_spec(cfg), 0), np.random.default_rng(0)
+    x, text = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((1, 16, 16), (1, 8, 24)))
+    for block in p["transformer_blocks"].values():
+        block["ff"]["net"]["2"]["weight"] *= 1e4
+    p["patch_embed"]["proj"]["weight"] *= 6e4 / jnp.abs(x @ p["patch_embed"]["proj"]["weight"][:16]).max()
+    rest = jnp.array([700.0]), positions(16, jnp.array([4]), cfg)
+    wanted, got = (
+        cosmos(jax.tree.map(lambda a, dtype=dtype: a.astype(dtype), p), x.astype(dtype), rest[0], text.astype(dtype),
+               rest[1], cfg)
+        for dtype in (jnp.float32, jnp.float16)
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=0.05)
 
 
 @over("anima")

@@ -12,7 +12,6 @@ from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoder
 from canvax.models.wan_vae import WanAutoencoder, WanVaeConfig
-from canvax.samplers import NoiseSchedule
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import numbered
 from canvax.weights.rules import Rule
@@ -87,8 +86,7 @@ def tokenizer(files: ModelFiles, encoder: TextEncoder) -> Any:
 _BASE = Defaults(num_inference_steps=30, guidance_scale=4.0)
 
 
-def _defaults(networks: Networks, schedule: NoiseSchedule | None) -> Defaults:
-    del schedule
+def _defaults(networks: Networks, *_: Any) -> Defaults:
     return Defaults(num_inference_steps=10, guidance_scale=1.0) if networks.denoiser.turbo else _BASE  # type: ignore
 
 

@@ -279,9 +279,9 @@ def cosmos(p: Params, x: Array, timestep: Array, text: Array, rope: Rope, cfg: C
     time = jax.nn.silu(rms_norm(p["time_embed"]["norm"], features, eps=EPS))[:, None]
     # The mask of padding, which is the last channel, is 0 everywhere.
     h = linear(p["patch_embed"]["proj"], jnp.pad(x, ((0, 0), (0, 0), (0, 4 * cfg.concat_padding_mask))))
+    h = h.astype(jnp.float32) if h.dtype == jnp.float16 else h  # its sums exceed float16
     for i in range(cfg.num_layers):
-        block = p["transformer_blocks"][str(i)]
-        h = _block(block, h, time, shared, text, rope, where=f"transformer_blocks.{i}")
+        h = _block(p["transformer_blocks"][str(i)], h, time, shared, text, rope, where=f"transformer_blocks.{i}")
     h = linear(p["proj_out"], _modulated(p["norm_out"], h, time, shared)[0])
     # The transformer writes the features of a token in the order (row, column, channel).
     return h.reshape(*h.shape[:2], 4, cfg.out_channels).swapaxes(2, 3).reshape(h.shape)
@@ -291,19 +291,21 @@ def _modulated(p: Params, x: Array, time: Array, shared: Array) -> list[Array]:
     """Return ``x`` [B, L, D], normalised, scaled and shifted, and the gate [B, 1, D] if there is one."""
     own = linear(p["linear_2"], linear(p["linear_1"], time))
     shift, scale, *gate = jnp.split(own + shared[..., : own.shape[-1]], own.shape[-1] // x.shape[-1], axis=-1)
-    return [modulated(layer_norm(x, eps=EPS), shift, scale), *gate]
+    return [modulated(layer_norm(x, eps=EPS).astype(time.dtype), shift, scale), *gate]
 
 
 @outlined
 def _block(p: Params, x: Array, time: Array, shared: Array, text: Array, rope: Rope) -> Array:
-    """Apply self-attention [B, L, D], cross-attention to the text and a feed-forward."""
+    """Apply self-attention [B, L, D], cross-attention to the text and a feed-forward to the residual stream."""
     h, gate = _modulated(p["norm1"], x, time, shared)
-    y = _attended(p["attn1"], h, h, (rope, rope))
-    x = x + gate * linear(p["attn1"]["to_out"]["0"], y)
+    y = linear(p["attn1"]["to_out"]["0"], _attended(p["attn1"], h, h, (rope, rope)))
+    x = x + gate.astype(x.dtype) * y.astype(x.dtype)
     h, gate = _modulated(p["norm2"], x, time, shared)
-    x = x + gate * linear(p["attn2"]["to_out"]["0"], _attended(p["attn2"], h, text))
+    y = linear(p["attn2"]["to_out"]["0"], _attended(p["attn2"], h, text))
+    x = x + gate.astype(x.dtype) * y.astype(x.dtype)
     h, gate = _modulated(p["norm3"], x, time, shared)
-    return x + gate * linear(p["ff"]["net"]["2"], gelu(linear(p["ff"]["net"]["0"]["proj"], h)))
+    y = linear(p["ff"]["net"]["2"], gelu(linear(p["ff"]["net"]["0"]["proj"], h)))
+    return x + gate.astype(x.dtype) * y.astype(x.dtype)
 
 
 @dataclass(frozen=True)
