@@ -63,8 +63,8 @@ ROWS, FEW_ROWS = 512, 256
 KONTEXT = "kontext"
 """In the name of a pipeline and of a file."""
 
-T5 = Path(__file__).parent.parent / "assets" / "t5" / "tokenizer"
-"""Folder of T5's tokenizer."""
+CLIP, T5 = (Path(__file__).parent.parent / "assets" / name / "tokenizer" for name in ("clip", "t5"))
+"""Folders of tokenizers."""
 
 _DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
 
@@ -259,6 +259,7 @@ FLUX = Family(
         tokenizer=T5,
         index=_index,
         schedule=_schedule,
+        packaged={TOKENIZERS[FIRST]: CLIP},
     ),
     unused_options=dict.fromkeys((*SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model"),
     presets={

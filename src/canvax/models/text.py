@@ -183,6 +183,10 @@ class TextEncoders:
     encoders: tuple[TextEncoder, ...]
     places: Places | None = None
 
+    def encode(self, p: Params, inputs: TextInputs) -> tuple[Conditions, ...]:
+        """Return the output of each encoder; a subclass may pass the output of one to another."""
+        return tuple(encoder.encode(p[encoder.component], **inputs[encoder.component]) for encoder in self.encoders)
+
     def join(self, outputs: Sequence[Any]) -> Any:
         """Join the outputs of the encoders, on a device or on the host; by default, concatenate features."""
         if len(outputs) == 1:
@@ -292,7 +296,7 @@ def encode_each(
     """Encode prompts with each encoder; arguments as for ``encode_text``."""
     if cfg.places is not None and shares is not None:
         p = {name: with_adapters(p[name], shares[name], spec, cfg.places) for name, spec in cfg.specs.items()}
-    return tuple(encoder.encode(p[encoder.component], **inputs[encoder.component]) for encoder in cfg.encoders)
+    return cfg.encode(p, inputs)
 
 
 def encode_text(

@@ -143,9 +143,14 @@ CLASSES: Mapping[str, FileKind] = {
 """Kind of a folder with one network, by the class in its config."""
 
 
+def bare_name(name: str) -> str:
+    """Return an array's name in a transformer's file without a prefix."""
+    return name.removeprefix(UNET).removeprefix("net.")
+
+
 def transformer_family(names: Collection[str]) -> Family | None:
     """Return the family of the transformer in a file; None for other files."""
-    plain = [name.removeprefix(UNET) for name in names]
+    plain = list(map(bare_name, names))
     for family in FAMILIES:
         layout = family.single_file
         if layout and all(any(name.startswith(mark) for name in plain) for mark in layout.marks):

@@ -20,6 +20,7 @@ import numpy as np
 
 from canvax.adapters import KINDS, Part, Window, faults, kind_of, rank
 from canvax.errors import CheckpointError
+from canvax.models.anima import ADAPTER
 from canvax.models.text import FIRST
 from canvax.params import Param, Spec
 from canvax.types import HostArray
@@ -298,7 +299,7 @@ def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] 
     """Return PEFT's settings of each component, from a file next to this one or from its header."""
     configs: dict[str, dict[str, Any]] = {}
     if config:
-        configs = {name: dict(config) for name in ("unet", "transformer", "text_encoder", "text_encoder_2")}
+        configs = {name: dict(config) for name in ("unet", "transformer", "text_encoder", "text_encoder_2", ADAPTER)}
     elif text := metadata.get("lora_adapter_metadata"):
         try:
             for key, value in json.loads(text).items():
