@@ -18,7 +18,7 @@ from canvax.families.language import (
     check_fit,
     read_chat_tokenizer,
 )
-from canvax.models.decoder_lm import DecoderConfig, LanguageModel
+from canvax.models.decoder_lm import SHORT, DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
 from canvax.models.qwen_image import LENGTHS, TEMPLATE, QwenImageConfig, QwenImageDenoiser
 from canvax.models.qwen_vae import QwenAutoencoder, QwenVaeConfig
@@ -75,7 +75,7 @@ def read(files: ModelFiles) -> Networks:
 
 def _networks(transformer: QwenImageConfig, lm: DecoderConfig, vae: QwenAutoencoder) -> Networks:
     text = LanguageModel(
-        lm, lm.num_hidden_layers, lengths=LENGTHS, most=LENGTHS[-1], normalised=False, tokenizer=PROCESSOR
+        lm, lm.num_hidden_layers, lengths=LENGTHS, most=LENGTHS[-1], normalised=False, tokenizer=PROCESSOR, short=SHORT
     )
     return Networks(QwenImageDenoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
 

@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from canvax.compile.kinds import DENOISERS, Ready
+from canvax.compile.programs import Programs
 from canvax.denoise import InFlight
 from canvax.engine.batch import Prompts, filled
 from canvax.families.base import Model
 from canvax.models.text import Conditions, Passes, TextEncoders, TextInputs
 from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import local_indices, local_rows, put
+from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.request import Request
 from canvax.pipelines.texts import Embeds, Stage, Wording
 from canvax.samplers import SamplerTable
-from canvax.types import Array, HostArray
+from canvax.types import HostArray
 
 
 def passes_of(model: Model, wordings: Sequence[Wording], lengths: Sequence[int]) -> list[Passes]:
@@ -86,57 +87,31 @@ def flight_of(ready: Ready) -> InFlight:
 
 
 def encode(
-    model: Model,
-    ready: Ready,
-    params: Params,
-    mesh: Mesh,
-    request: Request,
-    table: SamplerTable,
+    model: Model, ready: Ready, params: Params, programs: Programs, request: Request, table: SamplerTable
 ) -> Encoded:
     """Return the conditions of the prompt and of the negative prompt of each image, for each part of the run."""
-    split, text, lengths = over_batch(mesh), model.text, request.lengths
-    batch = padded_batch(len(request.prompts), mesh)
+    split, text, lengths, count = over_batch(programs.mesh), model.text, request.lengths, len(request.prompts)
+    batch = padded_batch(count, programs.mesh)
     beside = request.beside
     shapes = flight_of(ready).prompts[0]
-    shares: tuple[Any, ...] = ()
-    if beside is not None:
-        shares = ({name: put(filled(beside.weights[name], batch), split) for name in text.names},)
+    shares = () if beside is None else ({name: beside.weights[name] for name in text.names},)
     numbers = model.size_conditions(request.height, request.width, request.options.changed())
-    rows = local_indices(batch, split)
 
-    def run(inputs: TextInputs) -> tuple[Conditions, Sequence[Conditions]]:
-        placed = {
-            component: {name: put(filled(array, batch), split) for name, array in arrays.items()}
-            for component, arrays in inputs.items()
-        }
-        return ready["text encoder"](params, placed, *shares)
-
-    def encode_locally(inputs: TextInputs) -> list[dict[str, HostArray]]:
-        _, outputs = run(inputs)
-        return [{name: local_rows(array, shared=True)[1] for name, array in output.items()} for output in outputs]
-
-    def spread(array: HostArray, dtype: Any) -> Array:
-        """Put the rows of this process on its devices; other rows are not read here."""
-        whole = np.zeros((batch, *array.shape[1:]), dtype)
-        whole[rows] = array.astype(dtype)
-        return put(whole, split)
+    def run(inputs: TextInputs) -> Sequence[dict[str, HostArray]]:
+        rows = programs.features(ready["text encoder"], params, inputs, *shares)
+        return jax.tree.map(lambda *arrays: np.stack(arrays), *(outputs for _, outputs in rows))
 
     def conditions_for(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
         if embeds is not None:
             arrays = embeds | {"text": text.lengthened(embeds["text"], lengths)}
-            conditions = {
-                name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
-            }
         elif negative and request.zeros:
             names = text.conditions(1, [np.float32] * len(text.encoders))
-            conditions = {name: put(np.zeros(shapes[name].shape, shapes[name].dtype), split) for name in names}
+            arrays = {name: np.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
         else:
-            passes = passes_of(model, [*wordings, *[wordings[-1]] * (batch - len(wordings))], lengths)
-            if is_one_pass(passes):
-                conditions = dict(run(inputs_of(text, passes))[0])
-            else:
-                whole = mixed(text, passes, encode_locally, rows)
-                conditions = {name: spread(array, shapes[name].dtype) for name, array in whole.items()}
+            arrays = mixed(text, passes_of(model, wordings, lengths), run, range(count))
+        conditions = {
+            name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
+        }
         if model.networks.embeds_guidance:
             conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
         return conditions | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
