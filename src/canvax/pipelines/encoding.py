@@ -6,7 +6,8 @@ compiles the encoders again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +23,8 @@ from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.request import Request
-from canvax.pipelines.texts import Embeds, Stage, Wording
+from canvax.pipelines.texts import Wording
 from canvax.samplers import SamplerTable
-from canvax.types import HostArray
 
 
 def passes_of(model: Model, wordings: Sequence[Wording], lengths: Sequence[int]) -> list[Passes]:
@@ -36,6 +36,11 @@ def passes_of(model: Model, wordings: Sequence[Wording], lengths: Sequence[int])
 def is_one_pass(passes: Sequence[Passes]) -> bool:
     """Return True if the denoiser reads the program's output without mixing."""
     return all(each.mix is None for each in passes)
+
+
+def runs_of(passes: Sequence[Passes]) -> int:
+    """Return how often the program of the text encoders runs for some prompts."""
+    return max(len(each.inputs) for each in passes)
 
 
 def inputs_of(text: TextEncoders, passes: Sequence[Passes], number: int = 0) -> TextInputs:
@@ -58,8 +63,7 @@ def mixed(
         encode: returns the outputs of each encoder for the prompts at ``rows``, as arrays of this process.
         rows: indices of prompts.
     """
-    numbers = range(max(len(each.inputs) for each in passes))
-    outputs = [encode(inputs_of(text, passes, number)) for number in numbers]
+    outputs = [encode(inputs_of(text, passes, number)) for number in range(runs_of(passes))]
     joined: list[Mapping[str, Any]] = []
     for i, each in enumerate(passes):
         mine = [output[i] for output in outputs[: len(each.inputs)]]
@@ -92,23 +96,41 @@ def encode(
     """Return the conditions of the prompt and of the negative prompt of each image, for each part of the run."""
     split, text, lengths, count = over_batch(programs.mesh), model.text, request.lengths, len(request.prompts)
     batch = padded_batch(count, programs.mesh)
-    beside = request.beside
     shapes = flight_of(ready).prompts[0]
-    shares = () if beside is None else ({name: beside.weights[name] for name in text.names},)
+    shares = () if request.beside is None else ({name: request.beside.weights[name] for name in text.names},)
     numbers = model.size_conditions(request.height, request.width, request.options.changed())
+    steps = table.step - (request.init_images.skipped if request.init_images else 0)
+    # Of the stages that begin at or before the first row, the last one holds.
+    stages = {int(np.argmax(steps >= stage.step)): stage for stage in request.texts.stages if stage.step <= steps[-1]}
+    halves = {
+        row: [(stage.negatives, True)] * request.guided + [(part, False) for part in stage.parts]
+        for row, stage in stages.items()
+    }
 
-    def run(inputs: TextInputs) -> Sequence[dict[str, HostArray]]:
-        rows = programs.features(ready["text encoder"], params, inputs, *shares)
-        return jax.tree.map(lambda *arrays: np.stack(arrays), *(outputs for _, outputs in rows))
+    def features(texts: Sequence[list[Wording]]) -> Iterator[Mapping[str, Any]]:
+        """Yield the features of each text. All are encoded together, and equal ones once."""
+        plans = [passes_of(model, wordings, lengths) for wordings in texts]
+        inputs = [inputs_of(text, passes, number) for passes in plans for number in range(runs_of(passes))]
+        all_shares = jax.tree.map(lambda array: np.tile(array, (len(inputs), 1)), shares)
+        stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *inputs)
+        rows = iter(programs.features(ready["text encoder"], params, stacked, *all_shares))
+        for passes in plans:
+            yield mixed(text, passes, lambda _: _stacked([*islice(rows, count)]), range(count))
 
-    def conditions_for(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
-        if embeds is not None:
+    def is_read(negative: bool) -> bool:
+        return request.embeds[negative] is None and not (negative and request.zeros)
+
+    read = features([wordings for half in halves.values() for wordings, negative in half if is_read(negative)])
+
+    def conditions_for(negative: bool) -> Conditions:
+        arrays: Mapping[str, Any]
+        if (embeds := request.embeds[negative]) is not None:
             arrays = embeds | {"text": text.lengthened(embeds["text"], lengths)}
-        elif negative and request.zeros:
+        elif not is_read(negative):
             names = text.conditions(1, [np.float32] * len(text.encoders))
             arrays = {name: np.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
         else:
-            arrays = mixed(text, passes_of(model, wordings, lengths), run, range(count))
+            arrays = next(read)
         conditions = {
             name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
         }
@@ -116,13 +138,10 @@ def encode(
             conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
         return conditions | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
 
-    def at(stage: Stage) -> Prompts:
-        prompts = [conditions_for(part, request.embeds[0], negative=False) for part in stage.parts]
-        if request.guided:
-            prompts.insert(0, conditions_for(stage.negatives, request.embeds[1], negative=True))
-        return tuple(prompts)
+    made = {row: tuple(conditions_for(negative) for _, negative in half) for row, half in halves.items()}
+    return Encoded(made.pop(0), made)
 
-    steps = table.step - (request.init_images.skipped if request.init_images else 0)
-    # Of the stages that begin at or before the first row, the last one holds.
-    stages = {int(np.argmax(steps >= stage.step)): stage for stage in request.texts.stages if stage.step <= steps[-1]}
-    return Encoded(at(stages.pop(0)), {row: at(stage) for row, stage in stages.items()})
+
+def _stacked(rows: Sequence[tuple[Any, Any]]) -> Any:
+    """Return the outputs of each encoder for several texts, from those of the program for each text."""
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *(outputs for _, outputs in rows))
