@@ -252,7 +252,7 @@ def test_metrics_count_steps_images_and_pixels(engine: ImageEngine) -> None:
         return {name: float(value) for name, _, value in lines if "_total" in name}
 
     before = counts()
-    finished([engine.submit(JobRequest("a red apple", sampler="Euler", steps=6, n=3, seed=1))])
+    finished([engine.submit(JobRequest("a mauve apple", sampler="Euler", steps=6, n=3, seed=1))])
     after = counts()
     change = {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name)}
     size = 'size="64x64"'
@@ -262,6 +262,8 @@ def test_metrics_count_steps_images_and_pixels(engine: ImageEngine) -> None:
     assert change[f'canvax_slot_steps_total{{{size},state="used"}}'] == 3 * 6
     assert change[f"canvax_images_total{{{size}}}"] == 3
     assert change["canvax_pixels_total"] == 3 * 64 * 64
+    found, read = (change[f'canvax_conditions_total{{cache="{cache}"}}'] for cache in ("hit", "miss"))
+    assert (found + read, 1 <= read <= 2) == (3 * 2, True)  # the others have the same prompts
 
 
 def test_metadata_generates_it_again(engine: ImageEngine) -> None:
