@@ -389,7 +389,7 @@ class ServedModel:
                 group.keep(entry)
         if finished:
             self.colours.learn(latents, pixels)
-        group.looked_up()  # for nobody
+        group.looked_up()  # no image of a job
 
     def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
         """Return the reason why a key has no programs, and the cure; ``of_tiles``: the key is that of tiles."""
