@@ -29,6 +29,7 @@ import canvax
 from canvax.adapters import change
 from canvax.call import Call
 from canvax.cli import main
+from canvax.compile.monitor import counting
 from canvax.compile.programs import load_or_compile
 from canvax.images.inputs import fingerprint
 from canvax.models.anima import CosmosConfig, cosmos, cosmos_spec, positions
@@ -475,6 +476,37 @@ def test_longer_prompts(model: Model) -> None:
     with pytest.raises(canvax.InputError) as caught:
         model.draw(prompt=["a hen, " * 90] * 2)
     assert caught.value.argument == "prompt"
+
+
+@over("z-image", "krea2", "qwen")
+def test_small_images_have_short_texts(model: Model) -> None:
+    """They are the images of the usual length, which large images have; a program for each length is all there is."""
+    ours = model.ours.model
+    lengths = [make_request(ours, Call("a fox", height=side, width=side)).lengths for side in (128, 512, 768, 1024)]
+    needed = {len(ours.tokenizers["text_encoder"].ids(prompt)) for prompt in ("a fox", "")}
+    least = next(length for length in (32, 64) if length >= max(needed))
+    assert lengths == [(least,), (least,), (128,), (128,)]
+    text = ours.networks.text.without_short()
+    usual = replace(ours, networks=replace(ours.networks, text=text))
+    pipe = canvax.Pipeline(usual, model.ours.programs, model.ours.params)
+    asked: dict[str, Any] = {"prompt": ["a fox", "hen"], "guidance_scale": 2.0, "negative_prompt": ["", "red"]}
+    short, long = model.draw(**asked), model.draw(pipe, **asked)
+    assert long.compilations > 0
+    assert_near(short.pixels, long.pixels, of="the usual length")
+    assert_other(model.draw(**asked | {"prompt": ["fox", "a hen"]}).pixels, long.pixels)
+
+
+@over("z-image")
+def test_short_programs_are_compiled_ahead(model: Model) -> None:
+    pipe = canvax.Pipeline(model.ours.model, replace(model.ours.programs, _compiled={}), model.ours.params)
+    built = pipe.compile(*model.record.size, 2, guidance=False, progress=False)
+    assert sorted(build.program for build in built) == ["decoder"] + ["denoiser"] * 3 + ["text encoder"] * 3
+    with counting() as counts:
+        for words, length in {1: 32, 5: 64, 12: 128}.items():
+            prompts = ["a hen, " * words, "a fox"]
+            assert make_request(pipe.model, Call(prompts, **SMALL)).lengths == (length,)
+            model.draw(pipe, prompt=prompts, guidance_scale=0.0)
+    assert counts.compilations == 0
 
 
 @over("z-image")
