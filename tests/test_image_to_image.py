@@ -26,7 +26,6 @@ from canvax.pipelines.prepare import encode_images
 from canvax.pipelines.request import Call, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
-from tests.support.drawing import one_device
 from tests.support.refusals import refused
 
 SIZE = 64
