@@ -163,7 +163,7 @@ class Programs:
         return programs | {name: program for add in kinds.adds for name, program in add.programs(site).items()}
 
     def _text(self, kinds: Kinds) -> TextEncoders:
-        """The text encoders with what they read of a call besides its prompts."""
+        """Return the text encoders with what they read of a call besides its prompts."""
         text = self.networks.text
         for add in kinds.adds:
             text = add.read_by(text)

@@ -95,29 +95,31 @@ def reference_sizes(
     sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, MOST)
     if len(sizes) > MOST:
         raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {MOST}")
-    read, step, whole = [], networks.size_step, _whole(networks, len(sizes))
+    read, step = [], networks.size_step
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError("references", "is not a height and a width in pixels", value=pair)
         tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
-        if area:
-            width, height = _scaled(wide, tall, step, area)
-        elif whole:
-            _, (width, height) = _canvas(wide, tall, step, whole)
-        elif sizes_read:
-            height, width = _nearest(wide, tall, sizes_read)
-        else:
-            width, height = (side - side % step for side in _within(wide, tall))
+        width, height = _size_read(wide, tall, networks, len(sizes))
         if not width or not height:
             raise InputError("references", f"is too small for multiples of {step} pixels", value=pair)
         read.append((height, width))
     return tuple(read)
 
 
-def _scaled(width: int, height: int, step: int, area: int) -> tuple[int, int]:
-    """Width and height of an image that is scaled to this ``area``, of an even number of steps."""
-    wide = math.sqrt(area * (width / height))
-    return round(wide / (2 * step)) * 2 * step, round(wide / (width / height) / (2 * step)) * 2 * step
+def _size_read(width: int, height: int, networks: Networks, count: int) -> tuple[int, int]:
+    """Return the width and height in which the model reads one of ``count`` references; 0 if it is too narrow."""
+    facts, step = networks.denoiser.facts, networks.size_step
+    if facts.reference_pixels:  # an even number of steps
+        wide, double = math.sqrt(facts.reference_pixels * (width / height)), 2 * step
+        return round(wide / double) * double, round(wide / (width / height) / double) * double
+    if facts.reference_sizes:  # of two that are as near the narrower
+        tall, wide = min(facts.reference_sizes, key=lambda size: (abs(width / height - size[1] / size[0]), size[1]))
+        return wide, tall
+    if whole := _whole(networks, count):
+        return _canvas(width, height, step, whole)[1]
+    width, height = _within(width, height)
+    return width - width % step, height - height % step
 
 
 def _within(width: int, height: int) -> tuple[int, int]:
@@ -156,14 +158,21 @@ def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
     mode = "reflect" if min(image.size) > step else "symmetric"
     return Image.fromarray(np.pad(np.asarray(image), margins, mode=mode))
 
-    image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
-    width, height = (side - side % step for side in image.size)
+
+def _fitted(image: Image.Image, networks: Networks, count: int) -> Image.Image:
+    """Bring one of ``count`` references to the size in which the model reads it: padded, resized, or cut at its edges.
+
+    Raises:
+        InputError: the image is too small or too narrow.
+    """
+    image, step, facts = image.convert(networks.image_mode), networks.size_step, networks.denoiser.facts
+    if whole := _whole(networks, count):
+        return _padded(image, step, whole)
+    width, height = _size_read(*image.size, networks, count)
     if not width or not height:
-        raise _too_narrow(image, step)
+        problem = f"has {image.width} x {image.height} pixels"
+        raise InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
+    size = (width, height) if facts.reference_pixels or facts.reference_sizes else _within(*image.size)
+    image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
-
-
-def _too_narrow(image: Image.Image, step: int) -> InputError:
-    problem = f"has {image.width} x {image.height} pixels"
-    return InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
