@@ -66,8 +66,7 @@ def both(
     """
     stem = files["model"].stem
     small, plain = (
-        {**files, "model": into / f"{stem}.{end}", part: into / f"Qwen3.{end}"}
-        for end in ("gguf", "safetensors")
+        {**files, "model": into / f"{stem}.{end}", part: into / f"Qwen3.{end}"} for end in ("gguf", "safetensors")
     )
     numbers = write(small["model"], safetensors.numpy.load_file(files["model"]))
     safetensors.numpy.save_file(numbers, plain["model"])

@@ -92,7 +92,7 @@ def _marked(mark: Entry) -> Mapping[str, Any]:
     """Return what ``comfy_quant`` of a layer says."""
     with suppress(ValueError, RecursionError, TypeError):
         if mark.nbytes <= _MOST and isinstance(config := json.loads(mark.read().tobytes()), dict):
-            return {**config.get("params", {}), **config}
+            return _flat(config)
     raise CheckpointError(f"{mark.path}: array {mark.name!r} is no table of JSON. {DAMAGED}")
 
 
@@ -100,9 +100,12 @@ def _layers(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return what the header of a file says about layers, which may lack the prefix that arrays have."""
     with suppress(ValueError, RecursionError, TypeError, AttributeError):
         layers = json.loads(read_metadata(path).get("_quantization_metadata", "{}")).get("layers", {})
-        configs = {name: {"format": config} if isinstance(config, str) else config for name, config in layers.items()}
-        return {name.removeprefix(_PREFIX): {**config.get("params", {}), **config} for name, config in configs.items()}
+        return {name.removeprefix(_PREFIX): _flat(config) for name, config in layers.items()}
     raise CheckpointError(f"{path}: _quantization_metadata in its header is no table of layers. {DAMAGED}")
+
+
+def _flat(config: dict[str, Any]) -> Mapping[str, Any]:
+    return {**config.get("params", {}), **config}
 
 
 def _decoded(entry: Entry, config: Mapping[str, Any]) -> Entry:
