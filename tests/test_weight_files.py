@@ -272,7 +272,7 @@ def test_rotated_integers(group: int, how: dict[str, Any], place: str, tmp_path:
 @pytest.mark.parametrize(("dtype", "how"), [
     ("uint8", {"format": "nvfp4"}), ("float8_e4m3fn", {"format": "mxfp8"}), ("int8", {"format": "convrot_w4a4"}),
     ("int8", {"format": "int8_blockwise"}), ("uint8", {"format": "float8_e4m3fn"}), ("int8", {"format": []}),
-    ("int8", {}),
+    ("int8", {}), ("float8_e4m3fn", {"format": "float8_e4m3fn", "convrot": True}),
 ])  # fmt: skip
 @pytest.mark.parametrize("header", [False, True])
 def test_formats_that_are_not_read(dtype: str, how: dict[str, Any], header: bool, tmp_path: Path) -> None:
@@ -289,12 +289,19 @@ def test_formats_that_are_not_read(dtype: str, how: dict[str, Any], header: bool
     assert part.kind_name != identify.DAMAGED
 
 
+def test_rotated_convolutions(tmp_path: Path) -> None:
+    arrays = {"a.weight": np.zeros((8, 256, 3, 3), np.int8), "a.weight_scale": np.ones((8, 1), np.float32)}
+    save_file(arrays | {"a.comfy_quant": mark(**CONVROT)}, tmp_path / "a.safetensors")
+    with pytest.raises(UnreadFormat):
+        open_weights(tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize("change", [
     {"a.comfy_quant": np.frombuffer(b"{", np.uint8)}, {"a.comfy_quant": np.frombuffer(b"[" * 3000, np.uint8)},
     {"a.comfy_quant": np.zeros(5000, np.uint8)}, {"a.comfy_quant": mark(params=3)},
     {"a.comfy_quant": mark(**CONVROT, convrot_groupsize=32)}, {"a.comfy_quant": mark(**CONVROT, convrot_groupsize=4.0)},
     {"a.comfy_quant": mark(**CONVROT)}, {"a.weight_scale": np.ones((8, 4), np.float32)},
-    {"a.weight_scale": np.ones(8, np.int8)}, {"a.weight": np.zeros((8, 8, 1), np.int8)},
+    {"a.weight_scale": np.ones(8, np.int8)},
 ])  # fmt: skip
 def test_damaged_marks(change: Any, tmp_path: Path) -> None:
     arrays = {"a.weight": np.zeros((8, 64), np.int8), "a.weight_scale": np.ones((8, 1), np.float32)}

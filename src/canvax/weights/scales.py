@@ -112,9 +112,10 @@ def _decoded(entry: Entry, config: Mapping[str, Any]) -> Entry:
     """Return a weight that is decoded by its scale and, if the config says so, rotated back."""
     if not config.get("convrot"):
         return replace(entry, decode=SCALED)
+    if entry.is_float or len(entry.shape) != 2:
+        raise UnreadFormat(entry, f"{config.get('format')} with rotated {'floats' if entry.is_float else 'convolutions'}")
     group = config.get("convrot_groupsize", 256)
-    fits = type(group) is int and group in GROUPS and len(entry.shape) == 2 and entry.shape[1] % group == 0
-    if not fits or entry.is_float:
+    if type(group) is not int or group not in GROUPS or entry.shape[1] % group:
         raise CheckpointError(
             f"{entry.path}: array {entry.name!r}, {entry.dtype.name}{entry.shape}, cannot be rotated in groups of "
             f"{str(group)[:40]}. {DAMAGED}"
