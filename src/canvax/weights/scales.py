@@ -113,7 +113,7 @@ def _decoded(entry: Entry, config: Mapping[str, Any]) -> Entry:
     if not config.get("convrot"):
         return replace(entry, decode=SCALED)
     if entry.is_float or len(entry.shape) != 2:
-        raise UnreadFormat(entry, f"{config.get('format')} with rotated {'floats' if entry.is_float else 'convolutions'}")
+        raise UnreadFormat(entry, "rotated floats" if entry.is_float else "rotated convolutions")
     group = config.get("convrot_groupsize", 256)
     if type(group) is not int or group not in GROUPS or entry.shape[1] % group:
         raise CheckpointError(
