@@ -21,6 +21,7 @@ from tests.support.small_sdxl import build
 VALUES: dict[str, Any] = {
     "eta": 0.5, "spacing": "leading", "sigmas": "exponential", "sampler_settings": {"s_noise": 1.5},
     "guidance_steps": (1.5, 2.0, 3.0, 9.0), "guidance_interval": (0.0, 0.4), "guidance_rescale": 0.7,
+    "true_cfg_scale": 4.0,
     "guidance_method": "apg", "guidance_settings": {"eta": 0.5}, "pag_scale": 2.0, "pag_adaptive_scale": 0.01,
     "reuse": 2, "reuse_layers": 2, "tiling": "on", "clip_skip": 1, "noise": "torch",
     "prompt_syntax": "a1111", "strength_rule": "exact", "image_encoding": "sample", "mask_mode": "soft",

@@ -411,6 +411,10 @@ class OptionRecord:
         0.0, "against over-exposure at high guidance, as in Lin et al. 2024", low=0, high=1, cure="0.7 is usual",
         group=SAMPLING, also=("cfg_rescale",), hint_without=("guidance",), per_image=True,
     )  # fmt: skip
+    true_cfg_scale: float = setting(
+        1.0, "for FLUX.1 dev and other models that read the guidance scale: a scale away from the negative prompt, at "
+        "twice the work", low=1, high=MOST_GUIDANCE, cure="4 is usual", group=SAMPLING, per_image=True,
+    )  # fmt: skip
     guidance_method: GuidanceFunction | GuidanceMethod = setting(
         "cfg", "kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function or a rule; see "
         "docs/guidance.md", group=SAMPLING, metavar="KIND", hint_without=("guidance",), read=read_guidance_method,

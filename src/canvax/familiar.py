@@ -68,7 +68,7 @@ LOAD: dict[str, ForeignName] = {
     **renamed_to("t2i_adapter", "controlnet"),
     **same("device device_map", "canvax uses all devices that JAX sees; JAX_PLATFORMS=cpu or "
             "mesh=canvax.make_mesh(jax.devices()[:1]) chooses"),
-    **same("unet text_encoder_2 tokenizer_2",
+    **same("unet tokenizer_2",
             "load the whole model and pass edited weights with params=; see docs/pipeline.md"),
     **same("subfolder", "pass the folder that holds model_index.json"),
     **same("custom_pipeline trust_remote_code", "canvax runs no code from a repository"),

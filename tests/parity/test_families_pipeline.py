@@ -142,6 +142,16 @@ def test_same_picture(
         assert_other(model.draw(**drawn | more).pixels, want)
 
 
+@over("flux-dev", "flux-kontext")
+def test_true_guidance(model: Model) -> None:
+    """The scale that the network reads and the one away from the negative prompt are two."""
+    asked = {"num_inference_steps": 4, "guidance_scale": 2.0, "negative_prompt": [*model.record.negatives]}
+    want = model.reference(model.record.prompts, **asked, true_cfg_scale=3.0)
+    assert_near(model.draw(**asked, true_cfg_scale=3.0).pixels, want)
+    for other in ({}, {"true_cfg_scale": 3.0, "guidance_scale": 6.0}, {"true_cfg_scale": 3.0, "negative_prompt": "a"}):
+        assert_other(model.draw(**{**asked, **other}).pixels, want)
+
+
 FLUX1 = ("flux-schnell", "flux-dev", "flux-kontext", "flux-fill")
 
 
@@ -228,7 +238,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "refused"), [
-    ("z-image", [*REFUSED, ("reuse", {"reuse": 2})]),
+    ("z-image", [*REFUSED, ("reuse", {"reuse": 2}), ("true_cfg_scale", {"true_cfg_scale": 4.0})]),
     ("flux2", [
         *REFUSED, ("guidance_interval", {"guidance_interval": (0.2, 0.8)}), ("image", {"image": []}),
         ("image", {"image": picture(8, 200)}), ("image", {"image": [picture(64, 64)] * 11}),

@@ -85,14 +85,14 @@ def _stream(
 ) -> list[Rule]:
     """Return the rules for a stream of a double block; ``number`` is that of XLabs' LoRAs."""
     return [
-        Rule(f"double_blocks.*.processor.qkv_lora{number}", tuple(f"{_DOUBLE}.attn.{name}" for name in projections)),
-        Rule(f"double_blocks.*.processor.proj_lora{number}", f"{_DOUBLE}.attn.{out}"),
         Rule(f"{external}_mod.lin", f"{_DOUBLE}.{norm}.linear"),
         Rule(f"{external}_attn.qkv", tuple(f"{_DOUBLE}.attn.{name}" for name in projections)),
         Rule(f"{external}_attn.proj", f"{_DOUBLE}.attn.{out}"),
         Rule(f"{external}_mlp.0", f"{_DOUBLE}.{ff}.fc1"),
         Rule(f"{external}_mlp.2", f"{_DOUBLE}.{ff}.fc2"),
         *attention_norms(f"{external}_attn", f"{_DOUBLE}.attn.{norms}"),
+        Rule(f"double_blocks.*.processor.qkv_lora{number}", tuple(f"{_DOUBLE}.attn.{name}" for name in projections)),
+        Rule(f"double_blocks.*.processor.proj_lora{number}", f"{_DOUBLE}.attn.{out}"),
     ]
 
 

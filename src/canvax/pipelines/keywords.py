@@ -50,6 +50,9 @@ class OptionFields(TypedDict, total=False):
     """Use guidance only from A to B of the run, for less work: Kynkaanniemi et al. 2024."""
     guidance_rescale: float
     """Against over-exposure at high guidance, as in Lin et al. 2024."""
+    true_cfg_scale: float
+    """For FLUX.1 dev and other models that read the guidance scale: a scale away from the negative prompt, at twice
+    the work."""
     guidance_method: GuidanceFunction | GuidanceMethod
     """Kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function or a rule; see
     docs/guidance.md."""

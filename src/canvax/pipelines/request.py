@@ -125,6 +125,8 @@ class Request:
     @property
     def scales(self) -> tuple[float, ...]:
         """Guidance scales, where 1 is none: one for all steps, or one for each."""
+        if self.options.true_cfg_scale != OFF:
+            return (self.options.true_cfg_scale,)
         return tuple(scale + (1 - self.guidance_off) for scale in self.options.guidance_steps or (self.guidance,))
 
     @property
@@ -212,7 +214,7 @@ def make_request(model: Model, call: Call) -> Request:
         hires_prompts=check_second("hires_prompt", options.hires_prompt, prompts, per_prompt),
         options=options,
         zeros=negative is None and options.negative_prompt_2 is None and model.zero_negative_embeds,
-        embedded=model.networks.unguided,
+        embedded=model.networks.unguided and options.true_cfg_scale == OFF,
         guidance_off=model.family.guidance_off,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run, references),
         embeds=embeds,
@@ -317,6 +319,9 @@ def check_for_model(options: Options, model: Model) -> None:
             raise InputError(
                 name, f"is not supported by {model.name}, which is not guided by a negative prompt", cure="leave it out"
             )
+    if options.true_cfg_scale != OFF and not model.networks.embeds_guidance:
+        problem = f"is not supported by {model.name}, which does not read guidance_scale as an input"
+        raise InputError("true_cfg_scale", problem, cure="use guidance_scale")
     for name in ("pag_scale", "pag_adaptive_scale"):
         if "perturbed" not in model.networks.denoiser.facts.offers and name in options.changed():
             problem = f"is not supported by {model.name}: its attention cannot be perturbed"
