@@ -77,6 +77,7 @@ from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.single_file import vae_config
 from canvax.weights.wan_vae import of_one_frame, wan_vae_config, wan_vae_rules
+from tests.support.comfy_files import KINDS, mark, matrix
 
 from .families import (
     QUIET,
@@ -223,7 +224,7 @@ def test_parts_that_are_folders(files: Files) -> None:
 
 @pytest.mark.parametrize(("files", "kind"), [
     ("z-image", "Q8_0"), ("flux2", "Q5_1"), ("flux3", "Q4_0"), ("krea2-turbo", "Q4_0"),
-    ("qwen", "Q8_0"), ("chroma", "Q8_0"), ("anima", "Q8_0"),
+    ("qwen", "Q8_0"), ("chroma", "Q8_0"), ("flux-dev", "Q5_0"), ("anima", "Q8_0"),
 ], indirect=["files"])  # fmt: skip
 def test_gguf(
     files: Files, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -232,7 +233,8 @@ def test_gguf(
     pytest.importorskip("gguf")
     from tests.support.gguf_files import both
 
-    small, plain = both(files.files, arrays_of(files.folder, "text_encoder"), tmp_path, kind)
+    part = files.parts[-1] if files.name == "flux-dev" else "text_encoder"  # CLIP's are not read
+    small, plain = both(files.files, arrays_of(files.folder, part), tmp_path, kind, part)
     for quantize in (None, "int8") if files.name == "flux2" else (None,):
         one, other = (files.load(**found, quantize=quantize) for found in (small, plain))
         same_model(one, other)
@@ -375,35 +377,41 @@ def test_converted(files: Files, tmp_path: Path) -> None:
     assert caught.value.argument == "output"
 
 
-def scaled(found: Arrays, marker: str) -> tuple[Arrays, Arrays]:
-    """Large weights as float8 with scales, by either generation of ComfyUI's files; and the numbers that these are."""
-    small, plain = Arrays(), Arrays()
+def quantised(found: Arrays, kind: str) -> tuple[Arrays, Arrays]:
+    """Large weights as ComfyUI has them, in a kind of ``comfy_files.KINDS``; and the numbers that these are."""
+    small, plain = Arrays(), dict(found)
     for name, array in found.items():
-        small[name] = plain[name] = array
-        if array.ndim != 2 or min(array.shape) < 32 or "embed" in name:
+        if array.ndim != 2 or min(array.shape) < 32 or array.shape[1] % 16:
+            small[name] = array
             continue
-        stem, scale = name.removesuffix("weight"), np.float32(np.abs(array).max() / 448)
-        small[name] = (array / scale).astype(ml_dtypes.float8_e4m3fn)
-        plain[name] = np.asarray(small[name], np.float32) * scale
-        small[f"{stem}{marker}"] = np.full((1,) if marker == "weight_scale" else (), scale, np.float32)
-        if marker == "weight_scale":
-            small[f"{stem}comfy_quant"] = np.frombuffer(b'{"format": "float8_e4m3fn"}', np.uint8)
-    if marker == "scale_weight" and len(small) > len(found):
+        stored, plain[name] = matrix(name.removesuffix("weight"), array, kind, group=16)
+        small |= stored
+    small["blocks.0.attn.comfy_attention.config"] = mark(attention="comfy_kitchen_int8")
+    if kind == "scale_weight":
         small["scaled_fp8"] = np.zeros(0, ml_dtypes.float8_e4m3fn)
     return small, plain
 
 
-@pytest.mark.parametrize("marker", ["scale_weight", "weight_scale"])
+@pytest.mark.parametrize("kind", KINDS)
 @over()
-def test_scaled_float8(files: Files, tmp_path: Path, marker: str) -> None:
-    """Scales are multiplied while loading, in layers that are stacked along either axis too."""
-    pipes = []
-    both = {part: scaled(files.arrays(part), marker) for part in ("model", "text_encoder")}
-    assert sum(array.dtype.itemsize == 1 for array in both["model"][0].values()) > 5
-    for i, kind in enumerate(("small", "plain")):
-        paths = {part: write(tmp_path / kind / f"{part}.safetensors", found[i]) for part, found in both.items()}
-        pipes.append(files.load(paths["model"], text_encoder=paths["text_encoder"]))
+def test_quantised_files(files: Files, tmp_path: Path, kind: str) -> None:
+    """Weights are the numbers times their scales, rotated back, in layers that are stacked along either axis too."""
+    pipes, parts = [], [name for name in files.files if name not in ("vae", "tokenizer")]
+    both = {part: quantised(files.arrays(part), kind) for part in parts}
+    assert sum(array.dtype.itemsize == 1 and array.ndim == 2 for array in both["model"][0].values()) > 5
+    for i in range(2):
+        paths = {part: write(tmp_path / str(i) / f"{part}.safetensors", found[i]) for part, found in both.items()}
+        pipes.append(files.load(paths.pop("model"), **paths))
     assert_same(pipes[0].params, pipes[1].params)
+    if kind == "int8 convrot":
+        (rows, columns), before = files.arrays()[files.record.layer].shape, pipes[0].params
+        factors = {files.record.layer.removesuffix(".weight"): (np.ones((rows, 2)), np.ones((2, columns)))}
+        lora = write_factors(tmp_path / "style.safetensors", "comfy", factors)
+        for pipe in pipes:
+            pipe.adapters.load("style", lora)
+        assert_same(pipes[0].params, pipes[1].params)
+        with pytest.raises(AssertionError):
+            assert_same(pipes[0].params, before)
 
 
 @over("chroma")

@@ -17,6 +17,7 @@ from canvax.weights.entries import PICKLES, WEIGHTS, foreign, open_weight_file
 from canvax.weights.files import open_weights
 from canvax.weights.folder import INDEX, INDICES
 from canvax.weights.safetensors import read_metadata
+from canvax.weights.scales import UnreadFormat
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 """Prefixes of these parts in a single file."""
@@ -238,6 +239,8 @@ def inspect(path: Path) -> FileReport | None:
     try:
         shapes = {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}
         metadata = read_metadata(path) if suffix == ".safetensors" else {}
+    except UnreadFormat as error:
+        return FileReport(path, f"weights of {error.format}, which canvax does not read")
     except CheckpointError:
         return FileReport(path, _unreadable(path))
     except InputError:
