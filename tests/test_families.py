@@ -14,7 +14,7 @@ import pytest
 
 import canvax
 from canvax.cli.arguments import build_parser
-from canvax.families.base import LATENT_CONSISTENCY, Family
+from canvax.families.base import AESTHETICS, LATENT_CONSISTENCY, SECOND_PROMPTS, SIZES, TARGET_SIZES, Family
 from canvax.families.flux2 import FLUX2
 from canvax.families.known import FAMILIES, PRESETS, family_of
 from canvax.families.krea2 import KREA2
@@ -144,6 +144,21 @@ def test_a_second_prompt_needs_a_second_encoder(emoji: canvax.Pipeline) -> None:
     with pytest.raises(canvax.InputError) as caught:
         check_for_model(canvax.Options(prompt_2="a fox"), model)
     assert caught.value.argument == "prompt_2"
+
+
+OF_SDXL: dict[str, Any] = {
+    **dict.fromkeys(SECOND_PROMPTS, "a fox"), **dict.fromkeys((*SIZES, *TARGET_SIZES), (8, 8)),
+    **dict.fromkeys(AESTHETICS, 5.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_SDXL)
+def test_a_new_family_refuses_options_of_sdxl(name: str, emoji: canvax.Pipeline) -> None:
+    """Its record need not list them."""
+    model = dataclasses.replace(emoji.model, family=Family("new"))
+    with pytest.raises(canvax.InputError) as caught:
+        check_for_model(canvax.Options(**{name: OF_SDXL[name]}), model)
+    assert caught.value.argument == name
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.5, 3.0])
