@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
 
 SRC = Path(canvax.__file__).parent
+ROOT = SRC.parents[1]
 SINGLE = [family for family in FAMILIES if family.single_file]
 TINY = Flux2Config(
     in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
@@ -90,11 +92,12 @@ def test_tables_are_built_of_the_families(family: Family, monkeypatch: pytest.Mo
 
 
 def test_people_read_of_every_family_and_preset() -> None:
-    guide = (SRC.parents[1] / "docs" / "which-model.md").read_text(encoding="utf-8")
-    parser = build_parser()
-    for family in SINGLE:
-        for text in (guide, parser.description, canvax.__doc__):
-            assert (family.models or family.title) in (text or ""), family.name
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/which-model.md", "README.md")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for family in FAMILIES:
+        name = "Stable Diffusion" if family in (SD, SDXL, SDXL_REFINER) else family.models or family.title
+        for text in (*pages, build_parser().description, canvax.__doc__, project["description"]):
+            assert name in (text or ""), text
     for text in (canvax.plan.__doc__, (SRC / "cli" / "arguments.py").read_text(encoding="utf-8")):
         assert not [preset for preset in PRESETS if preset not in (text or "")]
 
