@@ -95,7 +95,8 @@ def test_people_read_of_every_family_and_preset() -> None:
     pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/which-model.md", "README.md")]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for family in FAMILIES:
-        name = "Stable Diffusion" if family in (SD, SDXL, SDXL_REFINER) else family.models or family.title
+        name = family.models or family.title or family.name
+        name = "Stable Diffusion" if family in (SD, SDXL, SDXL_REFINER) else name
         for text in (*pages, build_parser().description, canvax.__doc__, project["description"]):
             assert name in (text or ""), text
     for text in (canvax.plan.__doc__, (SRC / "cli" / "arguments.py").read_text(encoding="utf-8")):
