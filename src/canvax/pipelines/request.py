@@ -118,6 +118,11 @@ class Request:
         return not self.embedded and (self.composed or max(self.scales) > OFF)
 
     @property
+    def is_last_pass(self) -> bool:
+        """False for the first pass of a hires fix, whose pixels no user sees."""
+        return self.options.hires == 1 or self.init_images is not None
+
+    @property
     def rule(self) -> Guidance:
         """The rule of guidance."""
         return self.options.rule(guided=self.guided, parts=self.texts.parts if self.composed else 0)
