@@ -14,17 +14,12 @@ import jax.numpy as jnp
 import optax
 
 import canvax
-from canvax.train import low_rank
+from canvax.train import Session, low_rank, make_step, run
 
 ROUNDS, GROUP, STEPS = (int(number) for number in (sys.argv[1:] + ["20", "16", "6"][len(sys.argv) - 1 :]))
-ASKED = {"num_inference_steps": STEPS, "sampler": "Euler a"}
 
 pipe = canvax.load("emoji")
-denoiser = pipe.model.networks.denoiser
-layers = low_rank.targets({denoiser.component: denoiser.spec}, "attention", pipe.model.family.stacks)
-factors = low_rank.new_factors(layers, rank=8, seed=0)
-optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3))
-state = optimizer.init(factors)
+layers = low_rank.targets({"unet": pipe.model.specs["unet"]}, "attention")
 with_lora = partial(low_rank.with_factors, chosen=layers, scale=1.0)
 
 
@@ -36,33 +31,34 @@ def reward(pixels):
 
 
 @jax.jit
-def draw(factors, params, start, columns):
-    run = canvax.rollout(pipe, with_lora(factors, params), *start, columns, record=lambda seen: seen.transition)
-    return reward(pipe.decode(run.latents, params=params)), run.record
+def draw(factors, params, *start):
+    rollout = canvax.rollout(pipe, with_lora(factors, params), *start, record=lambda seen: seen.transition)
+    return {"start": start, "along": rollout.record, "rewards": reward(pipe.decode(rollout.latents, params=params))}
 
 
-@jax.jit
-def improve(factors, state, params, start, columns, along, rewards):
+def group(number, state):
+    start = pipe.start(["a cat"] * GROUP, seed=number * GROUP, num_inference_steps=STEPS, sampler="Euler a")
+    return draw(state.params, pipe.params, *start[:3], start.table.columns())
+
+
+def loss(factors, group, params, key):
+    rewards = group["rewards"]
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-
-    def loss(factors):
-        run = {"along": along, "record": lambda seen: seen.log_prob, "remat": True}
-        log_prob = canvax.rollout(pipe, with_lora(factors, params), *start, columns, **run).record
-        return -(advantages * log_prob).mean() / start[0][0].size
-
-    changes, state = optimizer.update(jax.grad(loss)(factors), state)
-    return optax.apply_updates(factors, changes), state
+    likelihood = {"along": group["along"], "record": lambda seen: seen.log_prob, "remat": True}
+    log_prob = canvax.rollout(pipe, with_lora(factors, params), *group["start"], **likelihood).record
+    return -(advantages * log_prob.mean(axis=0)).mean() / group["start"][0][0].size, {"reward": rewards.mean()}
 
 
-for number in range(ROUNDS):
-    start = pipe.start(["a cat"] * GROUP, seed=number * GROUP, **ASKED)
-    arrays, columns = start[:3], start.table.columns()
-    rewards, along = draw(factors, pipe.params, arrays, columns)
-    factors, state = improve(factors, state, pipe.params, arrays, columns, along, rewards)
-    print(f"round {number + 1}: reward {rewards.mean():.3f}", flush=True)
+def log(number, values, images):
+    print(f"round {number}: reward {values['reward']:.3f}", flush=True)
+
+
+step = make_step(loss, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3)))
+start = step.init(low_rank.new_factors(layers, rank=8, seed=0))
+state, _ = run(step, start, group, ROUNDS, Session(name="reward", log=log), shared=pipe.params)
 
 file = Path("blue.safetensors")
-low_rank.write_factors(file, factors, layers, alpha=8, names="peft", metadata={})
+low_rank.write_factors(file, state.params, layers, alpha=8, names="peft", metadata={})
 before = pipe("a cat", seed=1)
 pipe.adapters.load("blue", file)
 for name, result in {"before.png": before, "after.png": pipe("a cat", seed=1)}.items():

@@ -32,6 +32,7 @@ from canvax.weights import identify
 from canvax.weights.adapter_names import module_table
 from canvax.weights.entries import Entry
 from canvax.weights.location import Location
+from canvax.weights.lora import token_widths
 from canvax.weights.open import open_files
 from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
@@ -218,3 +219,11 @@ def test_the_components_of_a_new_family_are_read(
     assert {"text_encoder_3", "tokenizer_3"} <= files.components.keys()
     assert len(files.entries("text_encoder_3")) == len(files.entries("text_encoder"))
     assert "text_encoder_3" not in files.unread
+
+
+def test_models_that_read_new_words() -> None:
+    """Only those whose text encoders are all CLIP."""
+    names = {name for name, networks in PRESETS.items() if token_widths(networks.text.specs)}
+    assert {"sd15", "sdxl"} <= names
+    assert not names & {"flux1-dev", "chroma1", "z-image", "flux2-klein-4b", "krea-2", "qwen-image-2.1"}
+    assert {network.denoiser.component for network in map(PRESETS.get, names) if network} == {"unet"}

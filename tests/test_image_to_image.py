@@ -26,7 +26,6 @@ from canvax.pipelines.prepare import encode_images
 from canvax.pipelines.request import Call, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
-from tests.support.drawing import one_device
 from tests.support.refusals import refused
 
 SIZE = 64
@@ -327,17 +326,17 @@ def test_several_processes_refuse_renoised_masks_before_anything_compiles(
 
 def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
     """An encoder that says "zero, give or take one" shows the noise itself."""
-    mesh = one_device()
     shape, seeds = (2, 8, 8, 4), [3, 2**64 - 1]
     options = SimpleNamespace(noise="philox")
     request: Any = SimpleNamespace(height=64, width=64, shape=shape, seeds=seeds, options=options)
 
-    def encoder(_: Any, pixels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((1, 8, 8, 4)), jnp.ones((1, 8, 8, 4))
+    def features(*_: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(np.zeros((8, 8, 4), np.float32), np.ones((8, 8, 4), np.float32))]
 
     image = np.zeros((64, 64, 3), np.float32)
-    ready: Any = {"image encoder": encoder}
-    found = encode_images(ready, {}, mesh, request, [image], 0, sample=True)
+    programs: Any = SimpleNamespace(features=features)
+    ready: Any = {"image encoder": None}
+    found = encode_images(programs, ready, {}, request, [image], 0, sample=True)
     initial = initial_noise(seeds, shape[1:], "philox")
     for one, first in zip(found, initial, strict=True):
         assert 0.8 < one.std() < 1.2

@@ -31,7 +31,7 @@ def transitions(pipe: canvax.Pipeline, **arguments: Any) -> tuple[canvax.Start, 
 
 @pytest.mark.parametrize("arguments", [
     {"sampler": "Euler a", "guidance_scale": 4.0, "negative_prompt": "a dog"},
-    {"sampler": "DPM++ 2M", "guidance_scale": 4.0, "guidance_method": "apg"},
+    {"sampler": "DPM++ 2M", "guidance_scale": 4.0, "guidance_method": "apg", "guidance_settings": {"norm": 0.1}},
     {"sampler": "DPM++ 2M SDE", "guidance_scale": 1.0, "height": 24, "width": 16},
     {"sampler": "UniPC", "guidance_scale": 4.0, "guidance_steps": [4, 4, 1, 1, 4, 2]},
 ], ids=lambda arguments: arguments["sampler"])  # fmt: skip
@@ -118,7 +118,10 @@ def test_one_program_for_all_samplers(pipe: canvax.Pipeline) -> None:
         start = pipe.start(PROMPTS, seed=[3, 8], num_inference_steps=6, sampler=sampler)
         got = run(pipe.params, start[:3], start.table.columns())
         np.testing.assert_allclose(got, canvax.rollout(pipe, pipe.params, *start).latents, atol=1e-5)
+        noise = start.noise + 0 * got  # computed with the parameters, and so on their devices
+        run(pipe.params, (noise, *start[1:3]), start.table.columns())
     assert len(traced) == 1
+    assert run._cache_size() == 1
 
 
 def test_gradients_are_those_without_recomputing(pipe: canvax.Pipeline) -> None:
@@ -145,6 +148,7 @@ def test_what_it_does_not_read(pipe: canvax.Pipeline) -> None:
         ("hires", lambda: pipe.start("a fox", hires=2)),
         ("noise", lambda: canvax.rollout(pipe, pipe.params, start.noise[..., :1], *start[1:])),
         ("keys", lambda: canvax.rollout(pipe, pipe.params, start.noise, start.keys[:1], *start[2:])),
+        ("table", lambda: canvax.rollout(pipe, pipe.params, *start[:3], "Euler")),
         ("along", lambda: canvax.rollout(pipe, pipe.params, *start[:3], table, along=run.record[0])),
         ("guidance_method", lambda: canvax.rollout(pipe, pipe.params, *start[:4], rule_of("cfg", perturbs=True))),
         ("record", lambda: canvax.rollout(pipe, pipe.params, *start, record=lambda: 0)),

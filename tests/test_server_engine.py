@@ -221,7 +221,7 @@ def test_metrics_tell_what_was_done_and_where_the_time_went(engine: ImageEngine)
         return {name: float(value) for name, _, value in lines}
 
     before, began = counts(), time.perf_counter()
-    job = engine.submit(JobRequest("a red apple", sampler="Euler", steps=6, n=3, seed=1))
+    job = engine.submit(JobRequest("a mauve apple", sampler="Euler", steps=6, n=3, seed=1))  # a prompt of no other test
     assert counts()["canvax_queue_images"] == 3
     finished([job])
     took, after = time.perf_counter() - began, counts()
@@ -232,6 +232,8 @@ def test_metrics_tell_what_was_done_and_where_the_time_went(engine: ImageEngine)
     assert change['canvax_jobs_total{model="emoji",outcome="done"}'] == 1
     assert change[f"canvax_steps_total{{{size}}}"] == change[f'canvax_slot_steps_total{{{size},state="used"}}'] == 3 * 6
     assert (change[f"canvax_images_total{{{size}}}"], change["canvax_pixels_total"]) == (3, 3 * 64 * 64)
+    hits, misses = (change[f'canvax_conditions_total{{cache="{cache}"}}'] for cache in ("hit", "miss"))
+    assert (hits + misses, 1 <= misses <= 2) == (3 * 2, True)  # a prompt and a negative prompt
     encoded, decoded, files, turns = (
         change[f"canvax_{name}_seconds_count"] for name in ("encode", "decode", "file", "turn_overhead")
     )

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from canvax import Options
+from canvax.compile.features import Features
 from canvax.compile.kinds import Kinds
 from canvax.server import engine, group, job_store, jobs, models, writing
 from canvax.server.adapter_cache import Slots
@@ -183,7 +184,7 @@ class StubGroup(Group):
         self.key, self.used, self.alone, self.batches = key, 0.0, 1, list(batches)
         self.timings = Timings({batch: ROW[batch] for batch in batches}, 0.0, DECODE)
         text = SimpleNamespace(shortest=key.kinds.lengths)
-        self._programs: Any = SimpleNamespace(networks=SimpleNamespace(text=text))
+        self._programs: Any = SimpleNamespace(networks=SimpleNamespace(text=text), features=Features())
         self._batch, self._seats = None, []
 
     def step(self) -> Any:

@@ -28,6 +28,7 @@ SERIES = {
     "canvax_images_total": ("counter", {"size"}),
     "canvax_pixels_total": ("counter", set()),
     "canvax_encode_seconds": ("histogram", set()),
+    "canvax_conditions_total": ("counter", {"cache"}),
     "canvax_decode_seconds": ("histogram", set()),
     "canvax_turn_overhead_seconds": ("histogram", set()),
     "canvax_file_seconds": ("histogram", set()),
@@ -53,6 +54,7 @@ def metrics() -> Metrics:
     metrics.over("emoji", "done", 2.0)
     metrics.stepped("64x96", 4, 3, 5, 2.0)
     metrics.image("64x96", 64 * 96)
+    metrics.conditions.labels("hit").inc()
     metrics.compiled("denoiser", 3.0)
     metrics.memory.labels("0").set(1 << 30)
     return metrics

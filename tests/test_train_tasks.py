@@ -40,13 +40,14 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
 from canvax.pipelines.loaded import open_model
 from canvax.quantize import KINDS
+from canvax.samplers.schedule import NoiseSchedule
 from canvax.settings import declared
 from canvax.train import diffusion, dreambooth, low_rank, task
-from canvax.train.board import Board
 from canvax.train.controlnet import CONTROL_PLAN, ControlNetTask, train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
 from canvax.train.finetune import FullFinetune
+from canvax.train.log import TensorBoard
 from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
 from canvax.train.lora import LORA_PLAN, Lora, train_lora
 from canvax.train.low_rank import FORMATS, LAYERS
@@ -397,9 +398,42 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     pipe: Any = Pipe()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        task._preview(run, ControlNetTask(), pipe, {}, {"prompt": run.prompts}, None)(3, {})
+        images = task._preview(run, ControlNetTask(), pipe, {}, {"prompt": run.prompts})(3, {})
     assert not seen
+    assert images["previews"].shape == (8, 8, 3)
     assert (tmp_path / "previews" / "0000003.png").is_file()
+
+
+def test_training_times_by_name(model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LossMade(Exception):
+        pass
+
+    def made(*_: Any, focus: Any, **__: Any) -> None:
+        raise LossMade(focus)
+
+    monkeypatch.setattr(task, "denoising_loss", made)
+    for times, focus in {"uniform": None, "logit-normal": (0.0, 1.0)}.items():
+        with pytest.raises(LossMade) as caught:
+            train_lora(training(model, pictures, tmp_path / times, times=times), Lora(rank=2), one())
+        assert caught.value.args == (focus,)
+    with refused("times"):
+        train_lora(training(model, pictures, tmp_path / "shifted", times="shifted"), Lora(rank=2), one())
+
+
+def test_shifted_times_are_those_of_a_run_of_the_size() -> None:
+    schedule = NoiseSchedule.flow(10, size_shift="exponential")
+    networks = SimpleNamespace(tokens=lambda sizes: sizes[0][0] * sizes[0][1] // 256)
+    made: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(schedule=schedule), networks=networks, family=SimpleNamespace(mu=None),
+        defaults=SimpleNamespace(num_inference_steps=50),
+    )  # fmt: skip
+    t = np.arange(1, 11) / 10
+    np.testing.assert_allclose(task._schedule(made, 1024, "uniform").sigmas, t)
+    shift = np.exp(schedule.mu_of(4096))
+    np.testing.assert_allclose(task._schedule(made, 1024, "shifted").sigmas, shift * t / (1 + (shift - 1) * t))
+    made.family.mu = lambda tokens, steps: tokens / steps / 100
+    shift = np.exp(4096 / 50 / 100)
+    np.testing.assert_allclose(task._schedule(made, 1024, "shifted").sigmas, shift * t / (1 + (shift - 1) * t))
 
 
 # Textual inversion
@@ -778,10 +812,10 @@ def test_the_board(tmp_path: Path) -> None:
         return jnp.square(p["w"]).sum() + 0 * samples["x"].sum(), {"mse": p["w"].sum()}
 
     def go_on(deadline: float | None) -> None:
-        board = Board(tmp_path / "board")
-        session = Session(tmp_path / "run", "toy", one(), deadline=deadline, watch=board.numbers)
+        board = TensorBoard(tmp_path / "board")
+        images = {"previews": np.full((4, 5, 3), 200, np.uint8)}
+        session = Session(tmp_path / "run", "toy", one(), deadline=deadline, preview=lambda *_: images, log=board)
         fit({"w": np.ones(2, np.float32)}, loss, {"x": np.zeros(4, np.float32)}, 4, plan, session)
-        board.picture(6, "previews", np.full((4, 5, 3), 200, np.uint8))
         board.close()
 
     go_on(0.0)
@@ -797,7 +831,7 @@ def test_the_board(tmp_path: Path) -> None:
     logged = [(line["step"], line["loss"]) for line in read_log(tmp_path / "run" / LOG)]
     assert [step for step, _ in logged] == [2, 4, 6]
     np.testing.assert_allclose(scalars["loss"], logged, rtol=1e-6)
-    assert scalars.keys() == {"loss", "mse", "learning_rate", "images_per_second"}
+    assert scalars.keys() == {"loss", "mse", "learning_rate", "images_per_second", "seconds"}
     rates = [0.01 * (0.5 + 0.25 * (1 + np.cos(np.pi * step / 6))) for step in (1, 3, 5)]
     np.testing.assert_allclose([rate for _, rate in scalars["learning_rate"]], rates, rtol=1e-5)
     assert all(pace > 0 for _, pace in scalars["images_per_second"])

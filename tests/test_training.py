@@ -31,7 +31,8 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.tokenizers.clip import ClipTokenizer
-from canvax.train import diffusion, loop
+from canvax.train import diffusion
+from canvax.train import session as sessions
 from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser, training_times
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
@@ -63,9 +64,9 @@ def toy_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
     return jnp.square(apart).mean(), {"distance": jnp.abs(apart).mean()}
 
 
-def toy(folder: Path, plan: Plan = PLAN, mesh: Any = None, **session: Any) -> tuple[Any, bool]:
+def toy(folder: Path, plan: Plan = PLAN, mesh: Any = None, **more: Any) -> tuple[Any, bool]:
     data = {"x": np.random.default_rng(1).standard_normal((10, 3), np.float32)}
-    where = Session(folder, "toy", mesh or one_device(), **{"save_every": 0, **session})
+    where = Session(folder, "toy", mesh or one_device(), **{"save_every": 0, **more})
     return fit({"w": np.zeros(3, np.float32)}, toy_loss, data, 10, plan, where)
 
 
@@ -154,7 +155,7 @@ def test_the_first_state_comes_early(
             raise KeyboardInterrupt
 
     for seconds in (30.0, 0.0):
-        monkeypatch.setattr(loop, "FIRST_STATE", seconds)
+        monkeypatch.setattr(sessions, "FIRST_STATE", seconds)
         with pytest.raises(KeyboardInterrupt):
             toy(tmp_path / "run", save_every=300, watch=kill)
         assert (tmp_path / "run" / STATE).exists() == (seconds == 0)
@@ -198,7 +199,7 @@ def test_states_are_written_beside_the_steps(tmp_path: Path, monkeypatch: pytest
         assert step_of(tmp_path) == written[-1]
         running.clear()
 
-    monkeypatch.setattr(loop, "save_state", slowly)
+    monkeypatch.setattr(sessions, "save_state", slowly)
     toy(tmp_path, watch=lambda step, _: done.set() if step == 6 else None)
     assert written == [2, 8]
     assert not any(overlapping)
@@ -206,12 +207,12 @@ def test_states_are_written_beside_the_steps(tmp_path: Path, monkeypatch: pytest
     def failing(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(loop, "save_state", failing)
+    monkeypatch.setattr(sessions, "save_state", failing)
     with pytest.raises(OSError, match="full"):
         toy(tmp_path / "full")
-    monkeypatch.setattr(loop, "available_bytes", lambda: 0)
-    monkeypatch.setattr(loop, "on_host", lambda _: pytest.fail("there is no room for a copy"))
-    monkeypatch.setattr(loop, "save_state", save_state)
+    monkeypatch.setattr(sessions, "available_bytes", lambda: 0)
+    monkeypatch.setattr(sessions, "on_host", lambda _: pytest.fail("there is no room for a copy"))
+    monkeypatch.setattr(sessions, "save_state", save_state)
     toy(tmp_path / "small")
 
 
@@ -307,14 +308,14 @@ def test_eight_devices_learn_what_one_does(tmp_path: Path) -> None:
 
 def test_devices_hold_their_samples_of_a_chunk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: list[Any] = []
-    real = loop._compile
+    real = sessions._compile
 
     def compiled(*arguments: Any) -> Any:
         program = real(*arguments)
         return lambda state, samples, *more: chunks.append(samples) or program(state, samples, *more)
 
-    monkeypatch.setattr(loop, "_compile", compiled)
-    monkeypatch.setattr(loop, "RESIDENT", 0)
+    monkeypatch.setattr(sessions, "_compile", compiled)
+    monkeypatch.setattr(sessions, "RESIDENT", 0)
     plan = replace(PLAN, batch=16, accumulate=2)
     toy(tmp_path / "host", plan, make_mesh(jax.devices()))
     assert len(chunks) == 4
@@ -322,7 +323,7 @@ def test_devices_hold_their_samples_of_a_chunk_alone(tmp_path: Path, monkeypatch
         assert [shard.data.shape for shard in chunk["x"].addressable_shards] == [(2, 2, 2, 3)] * 8
     # Small data are on the devices: these get indices, and the numbers are the same.
     monkeypatch.undo()
-    monkeypatch.setattr(loop, "_compile", compiled)
+    monkeypatch.setattr(sessions, "_compile", compiled)
     toy(tmp_path / "devices", plan, make_mesh(jax.devices()))
     for chunk in chunks[4:]:
         assert [shard.data.shape for shard in chunk.addressable_shards] == [(2, 2, 2)] * 8
@@ -331,7 +332,7 @@ def test_devices_hold_their_samples_of_a_chunk_alone(tmp_path: Path, monkeypatch
 
 def test_a_finished_run_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, _ = toy(tmp_path)
-    monkeypatch.setattr(loop, "_compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(sessions, "_compile", lambda *_: pytest.fail("compiled"))
     again, finished = toy(tmp_path)
     assert finished
     np.testing.assert_array_equal(trained["w"], again["w"])

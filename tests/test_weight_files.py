@@ -27,6 +27,7 @@ from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import ArrayToSave, open_safetensors, write_safetensors
+from canvax.weights.scales import UnreadFormat
 from tests.support.checkpoints import (
     BFLOAT16,
     file_arrays,
@@ -36,6 +37,7 @@ from tests.support.checkpoints import (
     toy_components,
     toy_params,
 )
+from tests.support.comfy_files import mark, matrix
 
 # Sound files ----------------------------------------------------------------------------------------------------------
 
@@ -232,6 +234,93 @@ def test_scales_of_8_bit_weights(scale: np.ndarray, tmp_path: Path) -> None:
     linear = Param((4, 6), (None, None), layout="linear")
     loaded = materialise(linear, read["a.weight"], BFLOAT16, Scratch())
     np.testing.assert_array_equal(loaded, wanted.T.astype(BFLOAT16))
+
+
+CONVROT = {"format": "int8_tensorwise", "convrot": True}
+
+
+@pytest.mark.parametrize(("group", "how"), [
+    (256, CONVROT), (64, CONVROT | {"convrot_groupsize": 64, "per_row": True}),
+    (64, {"format": "int8_tensorwise", "params": {"convrot": True, "convrot_groupsize": 64}}),
+])  # fmt: skip
+@pytest.mark.parametrize("place", ["array", "header", "header without prefix"])
+def test_rotated_integers(group: int, how: dict[str, Any], place: str, tmp_path: Path) -> None:
+    """Near the weights that were rotated, and exactly the sums of their numbers, in rows and columns too."""
+    weight, stem = np.random.default_rng(0).standard_normal((7, 768)), "model.diffusion_model.a."
+    arrays, wanted = matrix(stem, weight, "int8 convrot", group)
+    arrays.pop(f"{stem}comfy_quant")
+    arrays |= {f"{stem}comfy_quant": mark(**how)} if place == "array" else {}
+    layer = stem.rstrip(".").removeprefix("model.diffusion_model." if place.endswith("prefix") else "")
+    text = json.dumps({"format_version": "1.0", "layers": {} if place == "array" else {layer: how}})
+    save_file(arrays, tmp_path / "a.safetensors", {"_quantization_metadata": text})
+    (entry,) = open_weights(tmp_path / "a.safetensors")
+    assert (entry.name, entry.shape, entry.stored, entry.is_float) == (
+        f"{stem}weight",
+        (7, 768),
+        "int8 (convrot)",
+        True,
+    )
+    assert np.abs(wanted - weight).max() < 0.05
+    for part, numbers in (
+        (entry, wanted), (entry.rows((4, 6), (1, 2)), wanted[[4, 5, 1]]), (entry.columns(256, 768), wanted[:, 256:]),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(part.read(), numbers)
+    with pytest.raises(CheckpointError):
+        entry.columns(32, 768)
+
+
+@pytest.mark.parametrize(("dtype", "how"), [
+    ("uint8", {"format": "nvfp4"}), ("float8_e4m3fn", {"format": "mxfp8"}), ("int8", {"format": "convrot_w4a4"}),
+    ("int8", {"format": "int8_blockwise"}), ("uint8", {"format": "float8_e4m3fn"}), ("int8", {"format": []}),
+    ("int8", {}), ("float8_e4m3fn", {"format": "float8_e4m3fn", "convrot": True}),
+])  # fmt: skip
+@pytest.mark.parametrize("header", [False, True])
+def test_formats_that_are_not_read(dtype: str, how: dict[str, Any], header: bool, tmp_path: Path) -> None:
+    """They are named before anything is read, and so is a file of integers that does not say what they are."""
+    arrays = {"a.weight": np.zeros((8, 64), dtype), "a.weight_scale": np.ones((8, 1), np.float32)}
+    arrays |= {} if header else {"a.comfy_quant": mark(**how)}
+    path = tmp_path / "a.safetensors"
+    save_file(arrays, path, {"_quantization_metadata": json.dumps({"layers": {"a": how}})} if header else None)
+    with pytest.raises(UnreadFormat):
+        open_weights(path)
+    part = identify.inspect(path)
+    assert part is not None
+    assert part.kind is None
+    assert part.kind_name != identify.DAMAGED
+
+
+def test_rotated_convolutions(tmp_path: Path) -> None:
+    arrays = {"a.weight": np.zeros((8, 256, 3, 3), np.int8), "a.weight_scale": np.ones((8, 1), np.float32)}
+    save_file(arrays | {"a.comfy_quant": mark(**CONVROT)}, tmp_path / "a.safetensors")
+    with pytest.raises(UnreadFormat):
+        open_weights(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("change", [
+    {"a.comfy_quant": np.frombuffer(b"{", np.uint8)}, {"a.comfy_quant": np.frombuffer(b"[" * 3000, np.uint8)},
+    {"a.comfy_quant": np.zeros(5000, np.uint8)}, {"a.comfy_quant": mark(params=3)},
+    {"a.comfy_quant": mark(**CONVROT, convrot_groupsize=32)}, {"a.comfy_quant": mark(**CONVROT, convrot_groupsize=4.0)},
+    {"a.comfy_quant": mark(**CONVROT)}, {"a.weight_scale": np.ones((8, 4), np.float32)},
+    {"a.weight_scale": np.ones(8, np.int8)},
+])  # fmt: skip
+def test_damaged_marks(change: Any, tmp_path: Path) -> None:
+    arrays = {"a.weight": np.zeros((8, 64), np.int8), "a.weight_scale": np.ones((8, 1), np.float32)}
+    arrays |= {"a.comfy_quant": mark(**CONVROT, convrot_groupsize=64)}
+    save_file(arrays, tmp_path / "a.safetensors")
+    open_weights(tmp_path / "a.safetensors")
+    save_file(arrays | change, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        open_weights(tmp_path / "a.safetensors")
+    assert not isinstance(caught.value, UnreadFormat)
+
+
+@pytest.mark.parametrize("text", ["{", "3", '{"layers": 3}', '{"layers": {"a": 3}}'])
+def test_damaged_header(text: str, tmp_path: Path) -> None:
+    arrays = {"a.weight": np.zeros((8, 64), np.int8), "a.weight_scale": np.ones((8, 1), np.float32)}
+    save_file(arrays, tmp_path / "a.safetensors", {"_quantization_metadata": text})
+    with pytest.raises(CheckpointError) as caught:
+        open_weights(tmp_path / "a.safetensors")
+    assert not isinstance(caught.value, UnreadFormat)
 
 
 def test_blocks_of_numbers_with_a_scale(tmp_path: Path) -> None:

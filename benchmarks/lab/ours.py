@@ -137,6 +137,7 @@ def _pipeline(job: Asked) -> canvax.Pipeline:
 
 
 def _draw(pipe: canvax.Pipeline, job: Asked, latents: np.ndarray, callback: Any = None) -> canvax.Result:
+    pipe.programs.features.clear()  # the others encode each time
     return pipe(
         job["prompts"],
         height=job["height"],

@@ -27,7 +27,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
-from canvax.train import loop
+from canvax.train import session as sessions
 from canvax.train.loop import Session
 from canvax.train.pictures import read_pictures
 from canvax.train.state import read_facts, save_state
@@ -225,7 +225,7 @@ def test_nothing_is_made_again(smoke: Path, tmp_path: Path, monkeypatch: pytest.
     folder = Path(shutil.copytree(smoke, tmp_path / "again"))
     shutil.rmtree(folder / "model")
     run = Run(RECIPES["smoke"], smoke / DATA.name, folder, make_mesh(jax.devices()[:1]))
-    for module, name in ((recipe, "variations"), (recipe, "encode_pictures"), (loop, "_compile")):
+    for module, name in ((recipe, "variations"), (recipe, "encode_pictures"), (sessions, "_compile")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("made again"))
     assert make_model(run) == folder / "model"
     for part in ("unet", "vae"):

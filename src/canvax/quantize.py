@@ -90,7 +90,7 @@ def quantized_specs(specs: Mapping[str, Spec], kind: str | None) -> dict[str, Sp
     def quantized(name: str, spec: Spec) -> Spec:
         if kind is None or name == "vae":
             return spec
-        return quantized_spec(spec, kind.removesuffix(_PRODUCTS) if name.startswith("text_encoder") else kind)
+        return quantized_spec(spec, kind.removesuffix(_PRODUCTS) if name.startswith("text_") else kind)
 
     return {name: quantized(name, spec) for name, spec in specs.items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -36,6 +37,7 @@ class Start(NamedTuple):
         conditions: of the negative prompt and of the prompt; or of the prompt only, for a run without guidance.
         table: the sampler.
         guidance: the rule.
+        guidance_settings: its numbers.
     """
 
     noise: Any
@@ -43,6 +45,7 @@ class Start(NamedTuple):
     conditions: tuple[Conditions, ...]
     table: SamplerTable
     guidance: Guidance = PLAIN
+    guidance_settings: Mapping[str, Any] = MappingProxyType({})
 
 
 class Evaluation(NamedTuple):
@@ -101,8 +104,8 @@ def rollout(
     conditions: Conditions | Sequence[Conditions],
     table: SamplerTable | Columns,
     guidance: Guidance = PLAIN,
+    guidance_settings: Mapping[str, Any] = MappingProxyType({}),
     *,
-    guidance_settings: Mapping[str, Any] | None = None,
     record: Callable[[Evaluation], Any] | None = None,
     along: tuple[Array, Array] | None = None,
     remat: bool = False,
@@ -149,9 +152,11 @@ def rollout(
     denoiser = net.denoiser_of(rule.samples)
     prepared = denoiser.prepare(weights, neighbours(samples), (len(samples) * batch, *packed.shape[1:]))
     words = _words(keys, batch)
+    if not isinstance(table, SamplerTable | Mapping):
+        raise InputError("table", "is not a sampler table", cure="use pipe.start or build_table", value=table)
     columns = dict(table.columns() if isinstance(table, SamplerTable) else table)
     scale = columns.pop("init_scale")
-    columns |= filled_columns(rule, guidance_settings or {}, len(columns["row"]))
+    columns |= filled_columns(rule, guidance_settings, len(columns["row"]))
     if record is not None:
         check_function("record", record, 1, "(evaluation)")
 

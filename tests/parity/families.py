@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -23,6 +24,7 @@ import safetensors.numpy
 import tokenizers
 import torch
 import transformers
+from diffusers.models.transformers import transformer_cosmos
 from PIL import Image
 
 import canvax
@@ -403,6 +405,43 @@ def build_flux(folder: Path, *, kind: str = "dev", released: bool = False) -> Pa
     return folder
 
 
+def build_anima(folder: Path, *, released: bool = False) -> Path:
+    """Likewise, a folder of a modular pipeline."""
+    words, t5 = tokenizer(), transformers.T5Tokenizer.from_pretrained(T5)
+    channels = 16 if released else 4
+    transformer: Any = randomise(
+        diffusers.CosmosTransformer3DModel(
+            in_channels=channels, out_channels=channels, num_attention_heads=3, attention_head_dim=32, num_layers=2,
+            mlp_ratio=4.0 if released else 3.0, text_embed_dim=24, adaln_lora_dim=8, extra_pos_embed_type=None,
+            rope_scale=(1.0, 4.0, 4.0) if released else (1.0, 3.0, 2.0),
+        ),
+        3,
+    )  # fmt: skip
+    other: dict[str, Any] = {} if released else {"model_dim": 32, "min_sequence_length": 96}
+    adapter = diffusers.AnimaTextConditioner(
+        **{"source_dim": 32, "target_dim": 24, "model_dim": 24, "num_layers": 2, "num_attention_heads": 2, **other}
+    )
+    with torch.no_grad():  # attention is far from even, and the text matters
+        for name, weight in transformer.named_parameters():
+            if name.endswith("norm_q.weight"):
+                weight.mul_(4)
+            if name.endswith("attn2.to_out.0.weight"):
+                weight.mul_(3)
+    sizes: dict[str, Any] = {"z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7],
+                             "latents_std": [2.0, 1.5, 0.7, 1.1]}  # fmt: skip
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else sizes)
+    )
+    pipe = modular.AnimaAutoBlocks().init_pipeline()
+    pipe.update_components(
+        transformer=transformer, text_conditioner=randomise(adapter, 4), vae=randomise(vae, 2), tokenizer=words,
+        t5_tokenizer=t5, text_encoder=_qwen3(transformers.Qwen3Model, words, 32, 3, 4, 1e6 if released else 1e4),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )  # fmt: skip
+    pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+    return folder
+
+
 def packed(latents: np.ndarray) -> torch.Tensor:
     """Latents as the pipelines of Krea 2 and FLUX.1 take them."""
     tokens = pack(jnp.asarray(latents, jnp.float32), channels_first=True)
@@ -414,6 +453,23 @@ class _Processor:
 
     def __init__(self, words: Any) -> None:
         self.tokenizer, self.apply_chat_template = words, words.apply_chat_template
+
+
+def _open_anima(folder: Path) -> Any:
+    """The pipeline, with what it asks of torchvision: the mask of padding, in the size of the latents."""
+    resize = lambda mask, size, interpolation: torch.nn.functional.interpolate(mask, size=size)  # noqa: E731
+    kinds = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST=0))
+    transformer_cosmos.transforms = kinds  # type: ignore[attr-defined]
+    pipe = modular.AnimaAutoBlocks().init_pipeline(str(folder))
+    pipe.load_components(torch_dtype=torch.float32)
+    return pipe
+
+
+def _guided(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """The guidance scale is a component's."""
+    if (scale := keywords.pop("guidance_scale", None)) is not None:
+        pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=scale))
+    return _at_once(pipe, prompts, latents, keywords)
 
 
 def _by_class(name: str) -> Callable[[Path], Any]:
@@ -917,7 +973,43 @@ def _flux(kind: str, **more: Any) -> Record:
     )  # fmt: skip
 
 
+def anima_original(found: Arrays) -> Arrays:
+    """Likewise, by a table that is the test's; the adapter is in the same file."""
+    named = {}
+    for name, array in found.items():
+        for i, part in enumerate(("self_attn", "cross_attn", "mlp"), 1):
+            name = name.replace(f".norm{i}.linear_", f".adaln_modulation_{part}.").replace(f".attn{i}.", f".{part}.")
+        named[name] = array
+    return _renamed(named, {
+        "transformer_blocks.": "blocks.", ".to_out.0.": ".output_proj.", ".to_q.": ".q_proj.", ".to_k.": ".k_proj.",
+        ".to_v.": ".v_proj.", ".norm_q.": ".q_norm.", ".norm_k.": ".k_norm.", "ff.net.0.proj": "mlp.layer1",
+        "ff.net.2": "mlp.layer2", "patch_embed.proj": "x_embedder.proj.1", "time_embed.t_embedder": "t_embedder.1",
+        "time_embed.norm": "t_embedding_norm", "norm_out.linear_": "final_layer.adaln_modulation.",
+        "proj_out": "final_layer.linear",
+    })  # fmt: skip
+
+
+def anima_factors() -> Factors:
+    """Likewise."""
+    sizes = {f"transformer_blocks.0.attn1.{name}": (96, 96) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    sizes |= {"transformer_blocks.1.attn2.to_v": (96, 24), "transformer_blocks.1.ff.net.0.proj": (288, 96)}
+    sizes |= {"transformer_blocks.0.ff.net.2": (96, 288), "transformer_blocks.1.norm2.linear_2": (288, 8)}
+    return _factors(sizes | {"norm_out.linear_1": (8, 96), "proj_out": (16, 96)}, 0.1)
+
+
+def _anima_authors(factors: Factors) -> Factors:
+    return {anima_name.removesuffix(".x"): pair for name, pair in factors.items()
+            for anima_name in anima_original({f"{name}.x": pair[0]})}  # fmt: skip
+
+
 RECORDS = {
+    "anima": Record(
+        title="Anima", build=build_anima, open=_open_anima, factor=8, channels=4, steps=(30, 4.0), ask=_guided,
+        factors=anima_factors, authors=_anima_authors, original=anima_original, text=_with_prefix,
+        vae=lambda found: by_rules(found, Names(wan_vae_rules(WAN_PLACES))), layer="blocks.1.self_attn.q_proj.weight",
+        files=("anima-base-v1.0", "qwen_3_06b_base", "qwen_image_vae"),
+        latents=lambda noise: nchw(noise)[:, :, None],
+    ),
     "flux-schnell": _flux("schnell", ask=_schnell, steps=(4, 1.0), distilled=True),
     "flux-dev": _flux("dev"),
     "flux-kontext": _flux("kontext", open=_by_class("FluxKontextPipeline"), ask=_kontext, steps=(28, 2.5)),
@@ -1027,13 +1119,17 @@ class Files:
         self.folder = self.record.build(into / "folder", **self.record.how, released=True)
         self.parts = ("transformer", "text_encoder", "vae", "text_encoder_2")[: len(self.record.files)]
         found = {part: arrays_of(self.folder, part) for part in self.parts}
+        if name == "anima":
+            self.parts = (*self.parts, "text_conditioner")
+            inside = arrays_of(self.folder, "text_conditioner").items()
+            found["transformer"] |= {f"llm_adapter.{name}": array for name, array in inside}
         shutil.copytree(self.folder / self.record.words, into / "words")
         model, text, vae, *more = (into / f"{name}.safetensors" for name in self.record.files)
         self.files = {
             "model": write(model, self.record.original(found["transformer"])),
             "text_encoder": write(text, self.record.text(found["text_encoder"])),
             "vae": write(vae, self.record.vae(found["vae"])),
-            **{part: write(path, found[part]) for part, path in zip(self.parts[3:], more, strict=True)},
+            **{part: write(path, found[part]) for part, path in zip(self.parts[3:], more, strict=False)},
             "tokenizer": into / "words",
         }
         self.wanted = load(self.folder)

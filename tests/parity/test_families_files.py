@@ -24,6 +24,7 @@ import torch
 import transformers
 from diffusers.loaders.single_file_utils import (
     convert_chroma_transformer_checkpoint_to_diffusers,
+    convert_cosmos_transformer_checkpoint_to_diffusers,
     convert_flux_transformer_checkpoint_to_diffusers,
     convert_krea2_transformer_checkpoint_to_diffusers,
     convert_wan_vae_to_diffusers,
@@ -35,6 +36,7 @@ from canvax.call import Call
 from canvax.cli import main
 from canvax.cli.arguments import build_parser
 from canvax.cli.loading import load_with
+from canvax.families.anima import ANIMA, QWEN3_06B
 from canvax.families.convert import convert
 from canvax.families.flux import CHROMA, FLUX
 from canvax.families.flux2 import FLUX2
@@ -47,6 +49,7 @@ from canvax.families.language import QWEN3_VL_4B
 from canvax.families.local_models import local_models
 from canvax.families.qwen_image import QWEN3_VL_8B, QWEN_IMAGE
 from canvax.families.z_image import Z_IMAGE
+from canvax.models.anima import AdapterConfig, CosmosConfig
 from canvax.models.clip import clip_encoders
 from canvax.models.configs import ClipTextConfig
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec
@@ -66,6 +69,7 @@ from canvax.planning.plan import architecture
 from canvax.weights.data_folder import find_named, using
 from canvax.weights.entries import Entry
 from canvax.weights.formats import whole_name
+from canvax.weights.identify import T5
 from canvax.weights.language_model import language_model_config, t5_config, vision_config
 from canvax.weights.lora import read_adapter
 from canvax.weights.overrides import Overrides
@@ -73,6 +77,7 @@ from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.single_file import vae_config
 from canvax.weights.wan_vae import of_one_frame, wan_vae_config, wan_vae_rules
+from tests.support.comfy_files import KINDS, mark, matrix
 
 from .families import (
     QUIET,
@@ -89,7 +94,7 @@ from .families import (
 
 PARTS = ("transformer", "text_encoder", "vae")
 FLAGS = {"model": "--model", "text_encoder": "--text-encoder", "vae": "--vae"}
-ALL = ["z-image", "flux2", "flux3", "krea2-turbo", "qwen", "flux-dev", "chroma"]
+ALL = ["z-image", "flux2", "flux3", "krea2-turbo", "qwen", "flux-dev", "chroma", "anima"]
 SIZE = ["-W", "32", "-H", "32", "--dtype", "float32", "--mesh", "data=1"]
 
 
@@ -134,13 +139,15 @@ def test_single_files(files: Files) -> None:
     ("flux3", "mine", "repa_projectors.0.weight", 16, 6.93),
     ("krea2-turbo", "Krea2_RAW_bf16", "", 28, None),
     ("qwen", "mine", "", 40, None),
+    ("anima", "mine", "pos_embedder.seq", 30, 3.0),
 ], indirect=["files"])  # fmt: skip
 def test_files_of_comfyui(files: Files, tmp_path: Path, stem: str, stray: str, steps: int, shift: float | None) -> None:
     """Behind a prefix, with other names of norms and heads for training; the base model is known by its file's name."""
     named = {name.replace("norm.scale", "norm.weight") if files.name == "flux2" else name: array
              for name, array in files.arrays().items()}  # fmt: skip
     named |= {stray: np.ones((64,) if files.name == "z-image" else (2, 2), np.float32)} if stray else {}
-    model = write(tmp_path / f"{stem}.safetensors", {f"model.diffusion_model.{name}": named[name] for name in named})
+    prefix = "net" if files.name == "anima" else "model.diffusion_model"
+    model = write(tmp_path / f"{stem}.safetensors", {f"{prefix}.{name}": named[name] for name in named})
     pipe = files.load(model, vae=files.folder, text_encoder=files.folder)
     assert_same(pipe.params, files.wanted.params)
     assert pipe.model.defaults.num_inference_steps == steps
@@ -166,6 +173,10 @@ def test_diffusers_knows_the_names(files: Files) -> None:
         assert convert_krea2_transformer_checkpoint_to_diffusers(named).keys() == wanted.keys()
         assert convert_wan_vae_to_diffusers(files.arrays("vae")).keys() == arrays_of(files.folder, "vae").keys()
         return
+    if files.name == "anima":
+        found = {f"net.{name}": array for name, array in files.arrays().items() if not name.startswith("llm_adapter.")}
+        assert convert_cosmos_transformer_checkpoint_to_diffusers(found).keys() == wanted.keys()
+        return
     if files.record.title in ("FLUX.1", "Chroma"):  # whose conversion is of the released sizes: test_sizes_of_flux
         return
     kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3", "qwen": "QwenImage21"}
@@ -183,6 +194,7 @@ BASE = {"scheduler": {"shift": 6.0}}
     ("z-image", "mine", BASE, 50, False), ("z-image", "z_image_turbo_bf16", BASE, 50, False),
     ("qwen", "mine", {}, 40, False), ("qwen", "qwen_image_2.1_turbo", {}, 8, True),
     ("flux2", "my-klein", {}, 4, False), ("flux2", "mine-base", {}, 50, False), ("flux2", "mine", {}, 4, True),
+    ("anima", "mine", {}, 30, False), ("anima", "anima-turbo-v1.0", {}, 10, False),
 ], indirect=["files"])  # fmt: skip
 def test_the_name_of_a_file_tells_what_its_arrays_do_not(
     files: Files, tmp_path: Path, stem: str, given: dict[str, Any], steps: int, guessed: bool
@@ -212,7 +224,7 @@ def test_parts_that_are_folders(files: Files) -> None:
 
 @pytest.mark.parametrize(("files", "kind"), [
     ("z-image", "Q8_0"), ("flux2", "Q5_1"), ("flux3", "Q4_0"), ("krea2-turbo", "Q4_0"),
-    ("qwen", "Q8_0"), ("chroma", "Q8_0"),
+    ("qwen", "Q8_0"), ("chroma", "Q8_0"), ("flux-dev", "Q5_0"), ("anima", "Q8_0"),
 ], indirect=["files"])  # fmt: skip
 def test_gguf(
     files: Files, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -221,7 +233,8 @@ def test_gguf(
     pytest.importorskip("gguf")
     from tests.support.gguf_files import both
 
-    small, plain = both(files.files, arrays_of(files.folder, "text_encoder"), tmp_path, kind)
+    part = files.parts[-1] if files.name == "flux-dev" else "text_encoder"  # CLIP's are not read
+    small, plain = both(files.files, arrays_of(files.folder, part), tmp_path, kind, part)
     for quantize in (None, "int8") if files.name == "flux2" else (None,):
         one, other = (files.load(**found, quantize=quantize) for found in (small, plain))
         same_model(one, other)
@@ -270,7 +283,7 @@ def test_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     for name, found in changed.items():
         with pytest.raises(canvax.CheckpointError):
             files.load(write(tmp_path / f"{name}.safetensors", found))
-    lacks = {"flux2": "bn.", "krea2-turbo": "conv2"}.get(files.name, "decoder.conv_in")
+    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2"}.get(files.name, "decoder.conv_in")
     vae = {name: array for name, array in files.arrays("vae").items() if lacks not in name}
     with pytest.raises(canvax.CheckpointError):
         files.load(vae=write(tmp_path / "vae.safetensors", vae))
@@ -288,7 +301,7 @@ def test_info(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     for name, flag in FLAGS.items():
         assert main(["info", str(files.files[name]), "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert report["flag"] == flag
+        assert report["flag"] == (T5.flag if (files.name, name) == ("chroma", "text_encoder") else flag)
         assert name != "model" or report["family"] == files.record.title
     assert main(["info", str(files.folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -308,10 +321,10 @@ def same_files(saved: Path, files: Files, *, eyes: bool = True) -> None:
         assert one.keys() == other.keys(), part
         assert all(np.array_equal(one[name], other[name]) for name in one), part
     parts, original = files.parts if eyes else ("transformer", "vae"), files.record.open(files.folder)
-    if files.name == "flux3":
-        theirs = diffusers.ModularPipeline.from_pretrained(str(saved))
-        assert type(theirs).__name__ == "Flux3DistilledModularPipeline"
-        assert type(theirs.blocks).__name__ == "Flux3DistilledAutoBlocks"
+    if files.name in ("flux3", "anima"):
+        theirs, kind = diffusers.ModularPipeline.from_pretrained(str(saved)), type(original).__name__
+        assert type(theirs).__name__ == kind
+        assert type(theirs.blocks).__name__ == kind.replace("ModularPipeline", "AutoBlocks")
         theirs.load_components(names=[*parts])
     else:
         none: dict[str, Any] = {} if eyes else {"text_encoder": None}
@@ -364,35 +377,41 @@ def test_converted(files: Files, tmp_path: Path) -> None:
     assert caught.value.argument == "output"
 
 
-def scaled(found: Arrays, marker: str) -> tuple[Arrays, Arrays]:
-    """Large weights as float8 with scales, by either generation of ComfyUI's files; and the numbers that these are."""
-    small, plain = Arrays(), Arrays()
+def quantised(found: Arrays, kind: str) -> tuple[Arrays, Arrays]:
+    """Large weights as ComfyUI has them, in a kind of ``comfy_files.KINDS``; and the numbers that these are."""
+    small, plain = Arrays(), dict(found)
     for name, array in found.items():
-        small[name] = plain[name] = array
-        if array.ndim != 2 or min(array.shape) < 32 or "embed" in name:
+        if array.ndim != 2 or min(array.shape) < 32 or array.shape[1] % 16:
+            small[name] = array
             continue
-        stem, scale = name.removesuffix("weight"), np.float32(np.abs(array).max() / 448)
-        small[name] = (array / scale).astype(ml_dtypes.float8_e4m3fn)
-        plain[name] = np.asarray(small[name], np.float32) * scale
-        small[f"{stem}{marker}"] = np.full((1,) if marker == "weight_scale" else (), scale, np.float32)
-        if marker == "weight_scale":
-            small[f"{stem}comfy_quant"] = np.frombuffer(b'{"format": "float8_e4m3fn"}', np.uint8)
-    if marker == "scale_weight" and len(small) > len(found):
+        stored, plain[name] = matrix(name.removesuffix("weight"), array, kind, group=16)
+        small |= stored
+    small["blocks.0.attn.comfy_attention.config"] = mark(attention="comfy_kitchen_int8")
+    if kind == "scale_weight":
         small["scaled_fp8"] = np.zeros(0, ml_dtypes.float8_e4m3fn)
     return small, plain
 
 
-@pytest.mark.parametrize("marker", ["scale_weight", "weight_scale"])
+@pytest.mark.parametrize("kind", KINDS)
 @over()
-def test_scaled_float8(files: Files, tmp_path: Path, marker: str) -> None:
-    """Scales are multiplied while loading, in layers that are stacked along either axis too."""
-    pipes = []
-    both = {part: scaled(files.arrays(part), marker) for part in ("model", "text_encoder")}
-    assert sum(array.dtype.itemsize == 1 for array in both["model"][0].values()) > 5
-    for i, kind in enumerate(("small", "plain")):
-        paths = {part: write(tmp_path / kind / f"{part}.safetensors", found[i]) for part, found in both.items()}
-        pipes.append(files.load(paths["model"], text_encoder=paths["text_encoder"]))
+def test_quantised_files(files: Files, tmp_path: Path, kind: str) -> None:
+    """Weights are the numbers times their scales, rotated back, in layers that are stacked along either axis too."""
+    pipes, parts = [], [name for name in files.files if name not in ("vae", "tokenizer")]
+    both = {part: quantised(files.arrays(part), kind) for part in parts}
+    assert sum(array.dtype.itemsize == 1 and array.ndim == 2 for array in both["model"][0].values()) > 5
+    for i in range(2):
+        paths = {part: write(tmp_path / str(i) / f"{part}.safetensors", found[i]) for part, found in both.items()}
+        pipes.append(files.load(paths.pop("model"), **paths))
     assert_same(pipes[0].params, pipes[1].params)
+    if kind == "int8 convrot":
+        (rows, columns), before = files.arrays()[files.record.layer].shape, pipes[0].params
+        factors = {files.record.layer.removesuffix(".weight"): (np.ones((rows, 2)), np.ones((2, columns)))}
+        lora = write_factors(tmp_path / "style.safetensors", "comfy", factors)
+        for pipe in pipes:
+            pipe.adapters.load("style", lora)
+        assert_same(pipes[0].params, pipes[1].params)
+        with pytest.raises(AssertionError):
+            assert_same(pipes[0].params, before)
 
 
 @over("chroma")
@@ -743,6 +762,30 @@ def test_sizes_of_flux() -> None:
     sizes = {name: count(spec) for name, spec in PRESETS["flux1-dev"].specs().items()}
     assert (sizes["text_encoder"], sizes["text_encoder_2"], sizes["vae"]) == (123_060_480, 4_762_310_656, 83_819_683)
     assert T5Config.from_dict(t5_config(shapes_of(t5_spec(T5Config())))) == T5Config()
+
+
+def test_sizes_of_anima() -> None:
+    """Names and shapes of all arrays of both layouts, and the published counts."""
+    networks, single = PRESETS["anima"], ANIMA.single_file
+    sizes = {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}
+    state, specs = on_no_device("CosmosTransformer3DModel", **sizes), networks.specs()
+    assert shapes_of(specs["transformer"]) == state
+    released = under(Names(ANIMA.names), state)
+    tensors = {f"net.{name}": torch.empty(shape, device="meta") for name, shape in released.items()}
+    theirs = convert_cosmos_transformer_checkpoint_to_diffusers(tensors)
+    assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == state
+    assert CosmosConfig.from_dict(config_of(ANIMA, specs["transformer"])) == CosmosConfig()
+    adapter = shapes_of(specs["text_conditioner"])
+    assert adapter == on_no_device("AnimaTextConditioner")
+    assert single is not None
+    assert (len(state), len(adapter)) == (567, 118)
+    assert AdapterConfig.from_dict(single.inside["text_conditioner"][1](adapter)) == AdapterConfig()
+    found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_06B, 28)))
+    assert DecoderConfig.from_dict({**single.configs["text_encoder"], **found}) == QWEN3_06B
+    counts = {name: count(spec) for name, spec in specs.items()}
+    assert counts == {
+        "transformer": 1_956_405_248, "text_conditioner": 134_663_680, "text_encoder": 596_049_920, "vae": 44_599_603,
+    }  # fmt: skip
 
 
 def test_sizes_of_qwen_image() -> None:

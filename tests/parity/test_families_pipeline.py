@@ -29,12 +29,14 @@ import canvax
 from canvax.adapters import change
 from canvax.call import Call
 from canvax.cli import main
+from canvax.compile.monitor import counting
 from canvax.compile.programs import load_or_compile
 from canvax.images.inputs import fingerprint
+from canvax.models.anima import CosmosConfig, cosmos, cosmos_spec, positions
 from canvax.models.flux import REFERENCE_SIZES
 from canvax.models.krea2 import DROPPED
 from canvax.parallel.mesh import make_mesh
-from canvax.params import flatten
+from canvax.params import flatten, init_params
 from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.request import make_request
 from canvax.pipelines.shares import shares_of
@@ -124,6 +126,8 @@ def assert_other(got: Any, want: Any, most: float = 40) -> None:
     ("flux-kontext", 2.0, 64, 32, 4, {"guidance_scale": 3.5}),
     ("flux-fill", 30.0, 48, 80, 4, {"guidance_scale": 3.5}),
     ("chroma", 3.0, 48, 80, 5, {"guidance_scale": 1.0}),
+    ("anima", 3.0, 48, 80, 5, {"guidance_scale": 1.0}),
+    ("anima", 1.0, 64, 32, 4, {"guidance_scale": 2.0}),
 ], indirect=["model"])  # fmt: skip
 def test_same_picture(
     model: Model, guidance: float | None, height: int, width: int, steps: int, more: dict[str, Any]
@@ -156,7 +160,7 @@ FLUX1 = ("flux-schnell", "flux-dev", "flux-kontext", "flux-fill")
 
 
 @over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo", "chroma",
-      *FLUX1)  # fmt: skip
+      "anima", *FLUX1)  # fmt: skip
 def test_defaults(model: Model) -> None:
     """A distilled model has no second evaluation, the other one is guided away from the empty prompt."""
     ours, distilled = model.ours.model, model.record.distilled
@@ -178,11 +182,12 @@ def shift_of(model: Model, tokens: int, steps: int) -> float:
         "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
         "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
         "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)), "flux-schnell": lambda: 1.0,
+        "anima": lambda: 3.0,
         "flux-dev": lambda: np.exp(calculate_shift(tokens, 10, 64)),
     }[model.name]()  # fmt: skip
 
 
-@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev")
+@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev", "anima")
 def test_the_shift_belongs_to_the_model(model: Model) -> None:
     """Every sampler has it, and it follows the size where the reference's does."""
     for height, width in ((48, 80), (64, 32)):
@@ -194,7 +199,7 @@ def test_the_shift_belongs_to_the_model(model: Model) -> None:
             np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
 
 
-@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma")
+@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma", "anima")
 def test_nothing_compiles_twice(model: Model) -> None:
     """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
     usual = {"guidance_scale": 2.0, "options": None, "progress": False, **model.small}
@@ -214,7 +219,7 @@ def test_nothing_compiles_twice(model: Model) -> None:
     assert caught.value.argument == "prompt"
 
 
-@over("krea2", "qwen", slow=["z-image", "flux2-base"])
+@over("krea2", "qwen", slow=["z-image", "flux2-base", "anima"])
 def test_sizes_of_as_many_tokens_share_the_denoiser(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as 48 x 80, 80 x 48 and 16 x 240 pixels; each size has a decoder of its own."""
     pipe, made = model.loaded(), list[str]()
@@ -247,6 +252,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("krea2", REFUSED),
     ("qwen", REFUSED),
     ("chroma", REFUSED),
+    ("anima", REFUSED),
     ("flux-dev", [
         *(entry for entry in REFUSED if entry[0] != "prompt_2"),
         ("guidance_interval", {"guidance_interval": (0.2, 0.8)}),
@@ -278,13 +284,13 @@ def adapted(models: Callable[[str], Model]) -> Callable[[str], Any]:
 def unguided(model: Model) -> dict[str, Any]:
     """One evaluation a step; with a reference where there are layers for one."""
     asked: dict[str, Any] = {"num_inference_steps": 2}
-    asked |= {"guidance_scale": 0.0} if model.record.factor == 8 else {}
+    asked |= {"guidance_scale": 1.0 if model.name == "anima" else 0.0} if model.record.factor == 8 else {}
     return asked | ({"image": ONE} if model.name in ("flux3", "qwen") else {})
 
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
     pytest.param(name, spelling, beside, marks=[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")))
-    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma")
+    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma", "anima")
     for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
     if (name, beside) != ("flux3", True)
 ], indirect=["model"])  # fmt: skip
@@ -324,7 +330,7 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "axes"), [
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
-    ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}),
+    ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}), ("anima", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
@@ -336,7 +342,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
-    ("flux-dev", "float32", 40),
+    ("flux-dev", "float32", 40), ("anima", "float32", 40),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
@@ -356,6 +362,7 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
 @pytest.mark.parametrize(("model", "together", "asks", "shared"), [
     pytest.param("z-image", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=WEEKLY),
     pytest.param("krea2", 2, [GUIDED, PLAIN], FROM_IMAGE, marks=WEEKLY),
+    pytest.param("anima", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
     pytest.param("qwen", 2, [{**GUIDED, "guidance_scale": 1.0}, PLAIN], FROM_IMAGE, marks=SLOW),
     pytest.param("flux2", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
@@ -469,6 +476,37 @@ def test_longer_prompts(model: Model) -> None:
     with pytest.raises(canvax.InputError) as caught:
         model.draw(prompt=["a hen, " * 90] * 2)
     assert caught.value.argument == "prompt"
+
+
+@over("z-image", "krea2", "qwen")
+def test_small_images_have_short_texts(model: Model) -> None:
+    """They are the images of the usual length, which large images have; a program for each length is all there is."""
+    ours = model.ours.model
+    lengths = [make_request(ours, Call("a fox", height=side, width=side)).lengths for side in (128, 512, 768, 1024)]
+    needed = {len(ours.tokenizers["text_encoder"].ids(prompt)) for prompt in ("a fox", "")}
+    least = next(length for length in (32, 64) if length >= max(needed))
+    assert lengths == [(least,), (least,), (128,), (128,)]
+    text = ours.networks.text.without_short()
+    usual = replace(ours, networks=replace(ours.networks, text=text))
+    pipe = canvax.Pipeline(usual, model.ours.programs, model.ours.params)
+    asked: dict[str, Any] = {"prompt": ["a fox", "hen"], "guidance_scale": 2.0, "negative_prompt": ["", "red"]}
+    short, long = model.draw(**asked), model.draw(pipe, **asked)
+    assert long.compilations > 0
+    assert_near(short.pixels, long.pixels, of="the usual length")
+    assert_other(model.draw(**asked | {"prompt": ["fox", "a hen"]}).pixels, long.pixels)
+
+
+@over("z-image")
+def test_short_programs_are_compiled_ahead(model: Model) -> None:
+    pipe = canvax.Pipeline(model.ours.model, replace(model.ours.programs, _compiled={}), model.ours.params)
+    built = pipe.compile(*model.record.size, 2, guidance=False, progress=False)
+    assert sorted(build.program for build in built) == ["decoder"] + ["denoiser"] * 3 + ["text encoder"] * 3
+    with counting() as counts:
+        for words, length in {1: 32, 5: 64, 12: 128}.items():
+            prompts = ["a hen, " * words, "a fox"]
+            assert make_request(pipe.model, Call(prompts, **SMALL)).lengths == (length,)
+            model.draw(pipe, prompt=prompts, guidance_scale=0.0)
+    assert counts.compilations == 0
 
 
 @over("z-image")
@@ -745,7 +783,7 @@ def test_a_run_in_two_parts(model: Model) -> None:
     np.testing.assert_allclose(second.pixels, whole.pixels, atol=1e-4)
 
 
-@over("flux3")
+@over("flux3", "anima")
 def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     """Where an image has a strength or a mask, the run begins from it."""
     image, mask = ONE[0].resize((WIDTH, HEIGHT)), half_mask(WIDTH // 2)
@@ -755,6 +793,61 @@ def test_from_an_image_and_inside_a_mask(model: Model) -> None:
     assert np.abs(near - start).mean() < np.abs(far - start).mean()
     kept = model.ours("a fox", strength=0.9, mask=mask, **asked).pixels[0]
     np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+def test_sums_of_anima_that_exceed_float16() -> None:
+    """Its residual stream is float32 there."""
+    cfg = CosmosConfig(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=3,
+                       text_embed_dim=24, adaln_lora_dim=8)  # fmt: skip
+    p, rng = init_params(cosmos_spec(cfg), 0), np.random.default_rng(0)
+    x, text = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((1, 16, 16), (1, 8, 24)))
+    for block in p["transformer_blocks"].values():
+        block["ff"]["net"]["2"]["weight"] *= 1e4
+    p["patch_embed"]["proj"]["weight"] *= 6e4 / jnp.abs(x @ p["patch_embed"]["proj"]["weight"][:16]).max()
+    rest = jnp.array([700.0]), positions(16, jnp.array([4]), cfg)
+    wanted, got = (
+        cosmos(jax.tree.map(lambda a, dtype=dtype: a.astype(dtype), p), x.astype(dtype), rest[0], text.astype(dtype),
+               rest[1], cfg)
+        for dtype in (jnp.float32, jnp.float16)
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=0.05)
+
+
+@over("anima")
+def test_image_to_image_of_anima(model: Model) -> None:
+    """The reference's blocks, which take the mean of what the VAE encodes."""
+    image, asked = picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
+    want = model.reference(image=image, **asked)
+    assert_near(model.draw(image=image, **asked).pixels, want)
+    assert_other(model.draw(image=image, **asked | {"strength": 0.9}).pixels, want)
+
+
+@pytest.mark.parametrize(("down", "up"), [
+    ("text_conditioner.{}.lora_A.weight", "text_conditioner.{}.lora_B.weight"),
+    ("diffusion_model.llm_adapter.{}.lora_A.weight", "diffusion_model.llm_adapter.{}.lora_B.weight"),
+    ("lora_unet_llm_adapter_{}.lora_down.weight", "lora_unet_llm_adapter_{}.lora_up.weight"),
+])  # fmt: skip
+@over("anima")
+def test_lora_of_the_adapter_of_texts(model: Model, tmp_path: Path, down: str, up: str) -> None:
+    """It is a part of the transformer in files of other programs."""
+    changed, rng, arrays = model.loaded(), np.random.default_rng(5), Arrays()
+    for layer in ("blocks.0.cross_attn.v_proj", "blocks.1.mlp.2", "out_proj"):
+        *path, last = layer.split(".")
+        place: Any = changed.params["text_conditioner"]
+        for step in path:
+            place = place[step]
+        inner, outer = place[last]["weight"].shape
+        pair = 0.3 * rng.standard_normal((2, inner), np.float32), rng.standard_normal((outer, 2), np.float32)
+        place[last]["weight"] = place[last]["weight"] + (pair[1] @ pair[0]).T
+        name = layer.replace(".", "_") if "lora_unet" in down else layer
+        arrays |= {down.format(name): pair[0], up.format(name): pair[1]}
+    want, asked = model.draw(changed, guidance_scale=1.0).pixels, {"guidance_scale": 1.0}
+    assert_other(model.draw(**asked).pixels, want)
+    pipe = model.loaded()
+    if beside := "llm_adapter." in down:
+        pipe.adapters.beside(rank=2)
+    pipe.adapters.load("style", write(tmp_path / "style.safetensors", arrays), beside=beside)
+    assert_near(model.draw(pipe, **asked).pixels, want)
 
 
 @over("flux-dev")

@@ -10,6 +10,7 @@ import gc
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from canvax.train.finetune import finetune
 from canvax.train.lora import Lora, train_lora
 from canvax.train.task import Subject, Training
 
-from .families import build_flux2, build_flux3, build_krea2, build_z_image, packed
+from .families import build_anima, build_flux2, build_flux3, build_krea2, build_z_image, packed
 from .reference import nchw, psnr
 from .test_training import (
     BATCH,
@@ -177,14 +178,20 @@ def test_lora(
         assert pair["up"].any()
 
 
-@pytest.mark.parametrize("distilled", [False, True], ids=["base", "distilled"])
-def test_lora_of_flux3(pictures: Path, tmp_path: Path, distilled: bool) -> None:
-    """Two steps change the image, and the file has names of diffusers."""
-    build_flux3(tmp_path / "model", distilled=distilled)
+@pytest.mark.parametrize(("build", "layer"), [
+    (partial(build_flux3, distilled=False), "single_transformer_blocks.1.attn.to_q."),
+    (partial(build_flux3, distilled=True), "single_transformer_blocks.1.attn.to_q."),
+    (build_anima, "transformer_blocks.1.attn2.to_k."),
+], ids=["flux3-base", "flux3", "anima"])  # fmt: skip
+def test_lora_of_other_families(pictures: Path, tmp_path: Path, build: Any, layer: str) -> None:
+    """Two steps change the image, and the file has names of diffusers; those of Anima's adapter are not in it."""
+    build(tmp_path / "model")
     run = training(tmp_path / "model", tmp_path / "run", pictures, plan=replace(PLAN, steps=2))
     file = train_lora(run, Lora(rank=3, alpha=60.0), one_device())
     assert file is not None
-    assert any(name.startswith("transformer.single_transformer_blocks.1.attn.to_q.") for name in load_file(file))
+    names = load_file(file)
+    assert any(name.startswith(f"transformer.{layer}") for name in names)
+    assert all(name.startswith("transformer.") for name in names)
     pipe = canvax.load(tmp_path / "model", dtype="float32", mesh=one_device())
     call: dict[str, Any] = {"prompt": "a red apple", "height": 64, "width": 48, "num_inference_steps": 2, "seed": 1}
     plain = pipe(**call).pixels

@@ -52,7 +52,9 @@ def llama_cpp_names(names: Iterable[str]) -> dict[str, str]:
     return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 
-def both(files: Mapping[str, Path], text: Arrays, into: Path, kind: str) -> tuple[dict[str, Path], dict[str, Path]]:
+def both(
+    files: Mapping[str, Path], text: Arrays, into: Path, kind: str, part: str = "text_encoder"
+) -> tuple[dict[str, Path], dict[str, Path]]:
     """The files of a model with transformer and text encoder in GGUF files, and in safetensors files of their numbers.
 
     Args:
@@ -60,15 +62,15 @@ def both(files: Mapping[str, Path], text: Arrays, into: Path, kind: str) -> tupl
         text: arrays of its text encoder under the names of transformers.
         into: folder for the new files.
         kind: quantization of the text encoder; the transformer has Q8_0.
+        part: the text encoder.
     """
     stem = files["model"].stem
     small, plain = (
-        {**files, "model": into / f"{stem}.{end}", "text_encoder": into / f"Qwen3.{end}"}
-        for end in ("gguf", "safetensors")
+        {**files, "model": into / f"{stem}.{end}", part: into / f"Qwen3.{end}"} for end in ("gguf", "safetensors")
     )
     numbers = write(small["model"], safetensors.numpy.load_file(files["model"]))
     safetensors.numpy.save_file(numbers, plain["model"])
     names = llama_cpp_names(text)
-    numbers = write(small["text_encoder"], {names[name]: text[name] for name in names}, kind, "qwen3")
-    safetensors.numpy.save_file({name: numbers[names[name]] for name in names}, plain["text_encoder"])
+    numbers = write(small[part], {names[name]: text[name] for name in names}, kind, "qwen3")
+    safetensors.numpy.save_file({name: numbers[names[name]] for name in names}, plain[part])
     return small, plain

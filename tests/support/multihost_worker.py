@@ -29,6 +29,9 @@ def main(process: int, processes: int, port: str, model: int, checkpoint: str, o
     )
     result.save(out / "pictures")
     assert steps == [len(result.indices)] * 3
+    again = pipe(PROMPTS, seed=5, num_inference_steps=3, sampler="Euler a", guidance_interval=INTERVAL, progress=False)
+    assert pipe.programs.features.taken()["hit"] >= 2 * len(PROMPTS)
+    np.testing.assert_array_equal(again.latents, result.latents)
     weighted = pipe(WEIGHTED, seed=5, num_inference_steps=2, prompt_syntax="a1111", progress=False)
     np.savez(out / f"weighted{process}.npz", indices=weighted.indices, latents=weighted.latents)
     # Nobody gave a seed: process 0 chooses one for all.

@@ -43,11 +43,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     for turn in range(rounds + 1):  # the first round compiles
         if not arguments.quiet:
             complain("compiling" if turn == 0 else f"round {turn} of {rounds}")
+        pipe.programs.features.clear()  # each round encodes
         result = pipe([PROMPT] * batch, **usual, options=canvax.Options(progress=False))
         results.append(result)
         for name, timed in others.items():  # side by side with it in each round
             inputs = {"image": result.pixels[0], "mask": _half(result.pixels[0])} | TASKS[name]
             inputs = {key: value for key, value in inputs.items() if value is not None}
+            pipe.programs.features.clear()
             timed.append(pipe([PROMPT] * batch, **usual, **inputs, options=canvax.Options(progress=False)))
     report |= _figures(pipe, results, batch) | {"versions": versions()}
     if others:

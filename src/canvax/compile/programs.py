@@ -23,6 +23,7 @@ from canvax.compile.abstract import abstract_of, on_each_device
 from canvax.compile.additions import DeepFeatures, Keeps
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import at_once
+from canvax.compile.features import Features
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, Site
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import PROMPT, columns_of, off
@@ -69,12 +70,14 @@ class Programs:
         mesh: the devices.
         precision: JAX matmul precision of float32 ("highest" is real float32 on TPU and GPU), None for the default.
         stacked: every parameter has a leading axis that holds one copy for each device, as in the old Flax pipelines.
+        features: the outputs of its encoders, by content.
     """
 
     networks: Networks
     mesh: Mesh
     precision: str | None = None
     stacked: bool = False
+    features: Features = field(default_factory=Features, repr=False, compare=False)
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -28,6 +28,7 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType, HostArray
 from canvax.weights.entries import Entry
 from canvax.weights.files import ControlFiles, EncoderFiles, ModelFiles, NetworkFiles
+from canvax.weights.folder import library_of
 from canvax.weights.formats import whole_name
 from canvax.weights.layouts import arrays_read, arrays_to_save, reads_parts_of_arrays
 from canvax.weights.load import Component
@@ -96,6 +97,9 @@ class SingleFile:
             the name of the file without its suffix.
         schedule: returns further fields of the scheduler's config for the transformer's config.
         unused: prefixes of names of unused arrays.
+        inside: further components in the file: the prefix of their names, and a function that returns the config from
+            shapes under the names without it.
+        packaged: folders of further tokenizers.
     """
 
     marks: tuple[str, ...]
@@ -107,6 +111,8 @@ class SingleFile:
     index: Mapping[str, Any] | Callable[[Mapping[str, Any], str], Mapping[str, Any]] = field(default_factory=dict)
     schedule: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     unused: tuple[str, ...] = ()
+    inside: Mapping[str, tuple[str, Callable[[Shapes], dict[str, Any]]]] = field(default_factory=dict)
+    packaged: Mapping[str, Path] = field(default_factory=dict)
 
     def is_distilled(self, stem: str) -> tuple[bool, str] | None:
         """Return whether the file's name is that of a distilled model, with the evidence; None if its arrays decide."""
@@ -308,7 +314,7 @@ class Model:
             Component(
                 name,
                 spec,
-                "transformers" if name in self.text.names else "diffusers",
+                library_of(name),
                 partial(arrays_read, self.networks, name, self.family.names),
                 partial(arrays_to_save, self.networks, name, self.family.stacks),
             )

@@ -60,8 +60,8 @@ ROWS, FEW_ROWS = 512, 256
 KONTEXT = "kontext"
 """In the name of a pipeline and of a file."""
 
-T5 = Path(__file__).parent.parent / "assets" / "t5" / "tokenizer"
-"""Folder of T5's tokenizer."""
+CLIP, T5 = (Path(__file__).parent.parent / "assets" / name / "tokenizer" for name in ("clip", "t5"))
+"""Folders of tokenizers."""
 
 _DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
 
@@ -256,6 +256,7 @@ FLUX = Family(
         tokenizer=T5,
         index=_index,
         schedule=_schedule,
+        packaged={TOKENIZERS[FIRST]: CLIP},
     ),
     presets={
         "flux1-dev": _networks(FluxConfig(guidance_embeds=True), SD15_TEXT, T5Config(), _KL16, ROWS),

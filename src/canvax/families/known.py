@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from canvax.errors import CheckpointError
+from canvax.families.anima import ANIMA
 from canvax.families.base import Family
 from canvax.families.flux import CHROMA, FLUX
 from canvax.families.flux2 import FLUX2
@@ -17,7 +18,7 @@ from canvax.families.sdxl import SDXL, SDXL_REFINER
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.networks import Networks
 
-FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX, CHROMA, FLUX2, FLUX3, KREA2, QWEN_IMAGE)
+FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX, CHROMA, FLUX2, FLUX3, KREA2, QWEN_IMAGE, ANIMA)
 """The first family that matches a checkpoint is the checkpoint's."""
 
 MODELS = ", ".join(dict.fromkeys(family.models or family.title for family in FAMILIES))

@@ -18,7 +18,7 @@ from canvax.families.language import (
     check_fit,
     read_chat_tokenizer,
 )
-from canvax.models.decoder_lm import DecoderConfig, LanguageModel
+from canvax.models.decoder_lm import SHORT, DecoderConfig, LanguageModel
 from canvax.models.krea2 import LENGTHS, PROMPT, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoders
@@ -97,7 +97,7 @@ def read(files: ModelFiles) -> Networks:
 
 def _networks(transformer: Krea2Config, lm: DecoderConfig, vae: WanAutoencoder, taps: Sequence[int]) -> Networks:
     *earlier, tap = taps
-    text = TextEncoders((LanguageModel(lm, tap, tuple(earlier), LENGTHS, PROMPT),))
+    text = TextEncoders((LanguageModel(lm, tap, tuple(earlier), LENGTHS, PROMPT, short=SHORT[1:]),))
     return Networks(Krea2Denoiser(transformer), vae, text, prediction="flow_prediction")
 
 

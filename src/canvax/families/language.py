@@ -7,6 +7,7 @@ from pathlib import Path
 
 from canvax.errors import CheckpointError
 from canvax.files import read_json
+from canvax.models.anima import TextAdapter
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.t5 import T5Encoder
 from canvax.models.text import TextEncoder
@@ -66,7 +67,7 @@ def read_chat_tokenizer(
 
     ``folder`` is used instead of the model's.
     """
-    assert isinstance(encoder, LanguageModel | T5Encoder)
+    assert isinstance(encoder, LanguageModel | T5Encoder | TextAdapter)
     tokenizer = ChatTokenizer.from_folder(folder or files.folder(encoder.tokenizer), template)
     size = encoder.cfg.vocab_size
     if tokenizer.largest >= size:

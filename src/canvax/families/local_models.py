@@ -20,6 +20,7 @@ from canvax.weights.identify import (
     DAMAGED,
     LANGUAGE_MODEL,
     MODEL,
+    T5,
     TEXT_ALONE,
     TRANSFORMER,
     UPSCALER,
@@ -34,7 +35,7 @@ from canvax.weights.overrides import Overrides
 from canvax.weights.transformer_file import parts_beside
 
 _KINDS: Mapping[str, tuple[FileKind, ...]] = {"vae": (AUTOENCODER,)}
-_ENCODERS = (LANGUAGE_MODEL, TEXT_ALONE)
+_ENCODERS = (T5, LANGUAGE_MODEL, TEXT_ALONE)
 _OF_TRANSFORMERS = ("diffusion_models", "unet")
 """ComfyUI's folders for transformers; the folders of the other parts are next to them."""
 

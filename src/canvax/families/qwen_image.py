@@ -17,7 +17,7 @@ from canvax.families.language import (
     check_fit,
     read_chat_tokenizer,
 )
-from canvax.models.decoder_lm import DecoderConfig, LanguageModel
+from canvax.models.decoder_lm import SHORT, DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
 from canvax.models.qwen_image import LENGTHS, TEMPLATE, QwenImageConfig, QwenImageDenoiser
 from canvax.models.qwen_vae import QwenAutoencoder, QwenVaeConfig
@@ -84,7 +84,9 @@ def _networks(
     transformer: QwenImageConfig, lm: DecoderConfig, vae: QwenAutoencoder, eyes: VisionConfig | None
 ) -> Networks:
     kind = LanguageModel if eyes is None else partial(SeeingLanguageModel, eyes=eyes)
-    text = kind(lm, lm.num_hidden_layers, lengths=LENGTHS, most=LENGTHS[-1], normalised=False, tokenizer=PROCESSOR)
+    text = kind(
+        lm, lm.num_hidden_layers, lengths=LENGTHS, most=LENGTHS[-1], normalised=False, tokenizer=PROCESSOR, short=SHORT
+    )
     denoiser = QwenImageDenoiser(transformer, edits=eyes is not None)
     return Networks(denoiser, vae, TextEncoders((text,)), prediction="flow_prediction")
 

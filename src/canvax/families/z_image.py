@@ -15,7 +15,7 @@ from canvax.families.language import (
     read_chat_tokenizer,
 )
 from canvax.models.configs import VaeConfig
-from canvax.models.decoder_lm import DecoderConfig, LanguageModel
+from canvax.models.decoder_lm import SHORT, DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoders
 from canvax.models.z_image import TEMPLATE, ZImageConfig, ZImageDenoiser
@@ -64,7 +64,7 @@ def read(files: ModelFiles) -> Networks:
 
 
 def _networks(transformer: ZImageConfig, lm: DecoderConfig, vae: Any) -> Networks:
-    text = LanguageModel(lm, lm.num_hidden_layers - 1)
+    text = LanguageModel(lm, lm.num_hidden_layers - 1, short=SHORT)
     return Networks(ZImageDenoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
 
 

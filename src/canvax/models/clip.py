@@ -171,8 +171,9 @@ class ClipEncoder(TextEncoder):
     def room(self, length: int) -> int:
         return length // self.chunk * (self.chunk - 2)
 
-    def fit(self, needed: Iterable[int]) -> int:
+    def fit(self, needed: Iterable[int], pixels: int | None = None) -> int:
         """Return the length that prompts of ``needed`` tokens are repeated up to."""
+        del pixels
         return self.chunk * chunk_count(length // self.chunk for length in needed)
 
     def words(

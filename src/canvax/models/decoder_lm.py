@@ -7,7 +7,7 @@ therefore ends at the last layer that is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -215,6 +215,10 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
     return x + swiglu(p["mlp"], rms_norm(p["post_attention_layernorm"], x, eps=eps), PROJECTIONS)
 
 
+SHORT = (32, 64)
+"""Text lengths for small images, of models that do not read padding."""
+
+
 @dataclass(frozen=True)
 class LanguageModel(TextEncoder):
     """A language model as a text encoder: the features of some of its layers, concatenated.
@@ -228,6 +232,7 @@ class LanguageModel(TextEncoder):
         pad_position: see ``decoder_lm``.
         normalised: whether the output of the model's last layer is normalised.
         tokenizer: see ``TextEncoder``.
+        short: see ``TextEncoder``.
     """
 
     cfg: DecoderConfig
@@ -238,6 +243,7 @@ class LanguageModel(TextEncoder):
     pad_position: int | None = None
     normalised: bool = True
     tokenizer: str = "tokenizer"
+    short: tuple[int, ...] = field(default=(), repr=False, compare=False)  # no program depends on the others
     component = FIRST
 
     @property

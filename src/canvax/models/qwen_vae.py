@@ -133,14 +133,15 @@ def average_down(x: Array, channels: int, *, space: int, time: int) -> Array:
 def repeat_up(x: Array, channels: int, *, time: int) -> Array:
     """Repeat channels and rearrange them to squares of pixels: [B, h, w, C] -> [B, 2h, 2w, channels].
 
-    With ``time`` 2 the second of two frames is left.
+    With ``time`` 2 the second of two frames is left. The pixels are put apart and added: a TPU would take five times as
+    long to interleave them by axes of two.
     """
-    batch, height, width, depth = x.shape
-    step = depth // channels
-    first = [4 * (time - 1) + pixel for pixel in range(4)]
-    squares = [x[..., begin * step // (4 * time) :: step] for begin in first]
-    rows = [jnp.stack(squares[i : i + 2], axis=3) for i in (0, 2)]
-    return jnp.stack(rows, axis=2).reshape(batch, 2 * height, 2 * width, channels)
+    step, total = x.shape[-1] // channels, jnp.zeros((), x.dtype)
+    for pixel in range(4):
+        square = x[..., (4 * (time - 1) + pixel) * step // (4 * time) :: step]
+        apart = [(side, 1 - side, 1) for side in divmod(pixel, 2)]
+        total = total + jax.lax.pad(square, jnp.zeros((), x.dtype), [(0, 0, 0), *apart, (0, 0, 0)])
+    return total
 
 
 def _fall(p: Params, images: Array, cfg: QwenVaeConfig) -> Array:

@@ -172,17 +172,14 @@ def encode_controls(
     count: int,
 ) -> dict[str, tuple[Any, ...]]:
     """Encode the control images of each image of the call for each network; each control image is encoded once."""
-    split, alone = over_batch(programs.mesh), padded_batch(1, programs.mesh)
-    batch = padded_batch(count, programs.mesh)
+    split, batch = over_batch(programs.mesh), padded_batch(count, programs.mesh)
     nets = dict(programs.networks.controls)
     inputs: dict[str, tuple[Any, ...]] = {}
     for name, images in control.images.items():
 
         def read(image: Image.Image, name: str = name) -> tuple[HostArray, ...]:
             pixels = as_floats(resized(image, *size))
-            # Every device reads the same, so that each of several processes has it.
-            outputs = ready[name](params, put(np.broadcast_to(pixels, (alone, *pixels.shape)), split))
-            return tuple(np.asarray(output.addressable_shards[0].data)[0] for output in outputs)
+            return programs.features(ready[name], params, pixels[None])[0]
 
         kept: list[tuple[HostArray, ...]] = []
         for shown in images:

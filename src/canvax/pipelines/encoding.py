@@ -6,24 +6,25 @@ compiles the encoders again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from canvax.compile.kinds import DENOISERS, Ready
+from canvax.compile.programs import Programs
 from canvax.denoise import InFlight
 from canvax.engine.batch import Prompts, filled
 from canvax.families.base import Model
 from canvax.models.text import Conditions, Passes, TextEncoders, TextInputs
 from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import local_indices, local_rows, put
+from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.request import Request
-from canvax.pipelines.texts import Embeds, Stage, Wording
+from canvax.pipelines.texts import Wording
 from canvax.samplers import SamplerTable
-from canvax.types import Array, HostArray
 
 
 def passes_of(model: Model, wordings: Sequence[Wording], lengths: Sequence[int]) -> list[Passes]:
@@ -35,6 +36,11 @@ def passes_of(model: Model, wordings: Sequence[Wording], lengths: Sequence[int])
 def is_one_pass(passes: Sequence[Passes]) -> bool:
     """Return True if the denoiser reads the program's output without mixing."""
     return all(each.mix is None for each in passes)
+
+
+def runs_of(passes: Sequence[Passes]) -> int:
+    """Return how often the program of the text encoders runs for some prompts."""
+    return max(len(each.inputs) for each in passes)
 
 
 def inputs_of(text: TextEncoders, passes: Sequence[Passes], number: int = 0) -> TextInputs:
@@ -57,8 +63,7 @@ def mixed(
         encode: returns the outputs of each encoder for the prompts at ``rows``, as arrays of this process.
         rows: indices of prompts.
     """
-    numbers = range(max(len(each.inputs) for each in passes))
-    outputs = [encode(inputs_of(text, passes, number)) for number in numbers]
+    outputs = [encode(inputs_of(text, passes, number)) for number in range(runs_of(passes))]
     joined: list[Mapping[str, Any]] = []
     for i, each in enumerate(passes):
         mine = [output[i] for output in outputs[: len(each.inputs)]]
@@ -86,68 +91,57 @@ def flight_of(ready: Ready) -> InFlight:
 
 
 def encode(
-    model: Model,
-    ready: Ready,
-    params: Params,
-    mesh: Mesh,
-    request: Request,
-    table: SamplerTable,
+    model: Model, ready: Ready, params: Params, programs: Programs, request: Request, table: SamplerTable
 ) -> Encoded:
     """Return the conditions of the prompt and of the negative prompt of each image, for each part of the run."""
-    split, text, lengths = over_batch(mesh), model.text, request.lengths
-    batch = padded_batch(len(request.prompts), mesh)
-    beside = request.beside
+    split, text, lengths, count = over_batch(programs.mesh), model.text, request.lengths, len(request.prompts)
+    batch = padded_batch(count, programs.mesh)
     shapes = flight_of(ready).prompts[0]
-    shares: tuple[Any, ...] = ()
-    if beside is not None:
-        shares = ({name: put(filled(beside.weights[name], batch), split) for name in text.names},)
+    shares = () if request.beside is None else ({name: request.beside.weights[name] for name in text.names},)
     numbers = model.size_conditions(request.height, request.width, request.options.changed())
-    rows = local_indices(batch, split)
+    steps = table.step - (request.init_images.skipped if request.init_images else 0)
+    # Of the stages that begin at or before the first row, the last one holds.
+    stages = {int(np.argmax(steps >= stage.step)): stage for stage in request.texts.stages if stage.step <= steps[-1]}
+    halves = {
+        row: [(stage.negatives, True)] * request.guided + [(part, False) for part in stage.parts]
+        for row, stage in stages.items()
+    }
 
-    def run(inputs: TextInputs) -> tuple[Conditions, Sequence[Conditions]]:
-        placed = {
-            component: {name: put(filled(array, batch), split) for name, array in arrays.items()}
-            for component, arrays in inputs.items()
-        }
-        return ready["text encoder"](params, placed, *shares)
+    def features(texts: Sequence[list[Wording]]) -> Iterator[Mapping[str, Any]]:
+        """Yield the features of each text. All are encoded together, and equal ones once."""
+        plans = [passes_of(model, wordings, lengths) for wordings in texts]
+        inputs = [inputs_of(text, passes, number) for passes in plans for number in range(runs_of(passes))]
+        all_shares = jax.tree.map(lambda array: np.tile(array, (len(inputs), 1)), shares)
+        stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *inputs)
+        rows = iter(programs.features(ready["text encoder"], params, stacked, *all_shares))
+        for passes in plans:
+            yield mixed(text, passes, lambda _: _stacked([*islice(rows, count)]), range(count))
 
-    def encode_locally(inputs: TextInputs) -> list[dict[str, HostArray]]:
-        _, outputs = run(inputs)
-        return [{name: local_rows(array, shared=True)[1] for name, array in output.items()} for output in outputs]
+    def is_read(negative: bool) -> bool:
+        return request.embeds[negative] is None and not (negative and request.zeros)
 
-    def spread(array: HostArray, dtype: Any) -> Array:
-        """Put the rows of this process on its devices; other rows are not read here."""
-        whole = np.zeros((batch, *array.shape[1:]), dtype)
-        whole[rows] = array.astype(dtype)
-        return put(whole, split)
+    read = features([wordings for half in halves.values() for wordings, negative in half if is_read(negative)])
 
-    def conditions_for(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
-        if embeds is not None:
+    def conditions_for(negative: bool) -> Conditions:
+        arrays: Mapping[str, Any]
+        if (embeds := request.embeds[negative]) is not None:
             arrays = embeds | {"text": text.lengthened(embeds["text"], lengths)}
-            conditions = {
-                name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
-            }
-        elif negative and request.zeros:
+        elif not is_read(negative):
             names = text.conditions(1, [np.float32] * len(text.encoders))
-            conditions = {name: put(np.zeros(shapes[name].shape, shapes[name].dtype), split) for name in names}
+            arrays = {name: np.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
         else:
-            passes = passes_of(model, [*wordings, *[wordings[-1]] * (batch - len(wordings))], lengths)
-            if is_one_pass(passes):
-                conditions = dict(run(inputs_of(text, passes))[0])
-            else:
-                whole = mixed(text, passes, encode_locally, rows)
-                conditions = {name: spread(array, shapes[name].dtype) for name, array in whole.items()}
+            arrays = next(read)
+        conditions = {
+            name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
+        }
         if model.networks.embeds_guidance:
             conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
         return conditions | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
 
-    def at(stage: Stage) -> Prompts:
-        prompts = [conditions_for(part, request.embeds[0], negative=False) for part in stage.parts]
-        if request.guided:
-            prompts.insert(0, conditions_for(stage.negatives, request.embeds[1], negative=True))
-        return tuple(prompts)
+    made = {row: tuple(conditions_for(negative) for _, negative in half) for row, half in halves.items()}
+    return Encoded(made.pop(0), made)
 
-    steps = table.step - (request.init_images.skipped if request.init_images else 0)
-    # Of the stages that begin at or before the first row, the last one holds.
-    stages = {int(np.argmax(steps >= stage.step)): stage for stage in request.texts.stages if stage.step <= steps[-1]}
-    return Encoded(at(stages.pop(0)), {row: at(stage) for row, stage in stages.items()})
+
+def _stacked(rows: Sequence[tuple[Any, Any]]) -> Any:
+    """Return the outputs of each encoder for several texts, from those of the program for each text."""
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *(outputs for _, outputs in rows))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from canvax.errors import InputError
 from canvax.families.base import Model
@@ -23,6 +24,7 @@ from canvax.models.decode import decode_images, encode_images
 from canvax.models.denoiser import evaluate
 from canvax.models.text import SECOND, Conditions, encode_each, encode_text
 from canvax.noise import seed_keys
+from canvax.parallel.mesh import replicated
 from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
 from canvax.params import Params
@@ -89,8 +91,8 @@ def _encoded(model: Model, params: Params, wordings: Sequence[Wording], lengths:
     return {**conditions, "text": conditions["text"].astype(compute_dtype(weights))}
 
 
-def start(model: Model, params: Params, request: Request) -> Start:
-    """See ``canvax.Pipeline.start``."""
+def start(model: Model, params: Params, request: Request, mesh: Mesh) -> Start:
+    """See ``canvax.Pipeline.start``. Noise and keys are on the devices of the parameters."""
     options, stages = request.options, request.texts.stages
     others = {
         "image": request.init_images or request.references,
@@ -117,8 +119,9 @@ def start(model: Model, params: Params, request: Request) -> Start:
         if model.networks.embeds_guidance:
             side["guidance"] = jnp.full(count, request.guidance, jnp.float32)
     noise = noise_of(model, request) if request.latents is None else request.latents
-    keys, table = seed_keys(request.seeds), sampler_table(model, request)
-    return Start(jnp.asarray(noise), jnp.asarray(keys), tuple(conditions), table, request.rule)
+    noise, keys = jax.device_put((noise, seed_keys(request.seeds)), replicated(mesh))
+    table, numbers = sampler_table(model, request), options.guidance_numbers
+    return Start(noise, keys, tuple(conditions), table, request.rule, numbers)
 
 
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:

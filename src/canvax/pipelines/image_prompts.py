@@ -24,7 +24,7 @@ from canvax.models.clip_vision import MEAN
 from canvax.models.ip_adapter import ImageKV, IPAdapter, attentions_to_text, masked_levels
 from canvax.models.text import IMAGE_ENCODER
 from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import put, put_all
+from canvax.parallel.place import put_all
 from canvax.params import Params
 from canvax.pipelines.options import Options
 from canvax.types import HostArray
@@ -365,14 +365,11 @@ def encode_image_prompts(
 
 @dataclass(eq=False)
 class _Reader:
-    """Runs the encoders for one image at a time, on every device alike."""
+    """Runs the encoders of images and adapters."""
 
     programs: Programs
     ready: Ready
     params: Params
-
-    def __post_init__(self) -> None:
-        self._seen: dict[Any, Any] = {}
 
     def read(self, net: IPAdapter, prompt: Checked, *, negative: bool) -> list[list[tuple[HostArray, HostArray]]]:
         """Return keys and values [T, N, Dh] of each layer: one list for all images of the call, or one for each."""
@@ -381,38 +378,24 @@ class _Reader:
         elif prompt.embeds is not None:
             rows = prompt.embeds
         else:
-            seen = [self._vision(mark, image) for image, mark in zip(prompt.images, prompt.marks, strict=True)]
-            rows = [vector if net.kind == "plain" else features for vector, features in seen]
-        return [self._keys(prompt.component, np.asarray(row)) for row in rows]
+            rows = [self._vision(image)[net.kind != "plain"] for image in prompt.images]
+        return [self._run(prompt.component, np.asarray(row)) for row in rows]
 
     def _nothing(self, net: IPAdapter) -> HostArray:
         """Return the embedding of "no image": a vector of zeros, or features of an image that CLIP sees as zeros."""
         if net.kind == "plain":
             return np.zeros(net.reads, np.float32)
-        return self._vision("", None)[1]
+        return self._vision(None)[1]
 
-    def _vision(self, mark: str, image: Image.Image | None) -> tuple[HostArray, HostArray]:
-        if mark not in self._seen:
-            encoder = self.programs.networks.image_encoder
-            assert encoder is not None
-            side = encoder.cfg.image_size
-            plain = np.broadcast_to(np.asarray(MEAN, np.float32), (side, side, 3))
-            self._seen[mark] = self._run(IMAGE_ENCODER, plain if image is None else clip_square(image, side))
-        return self._seen[mark]
-
-    def _keys(self, component: str, embeds: HostArray) -> Any:
-        key = (component, embeds.tobytes())
-        if key not in self._seen:
-            self._seen[key] = self._run(component, embeds)
-        return self._seen[key]
+    def _vision(self, image: Image.Image | None) -> tuple[HostArray, HostArray]:
+        encoder = self.programs.networks.image_encoder
+        assert encoder is not None
+        side = encoder.cfg.image_size
+        plain = np.broadcast_to(np.asarray(MEAN, np.float32), (side, side, 3))
+        return self._run(IMAGE_ENCODER, plain if image is None else clip_square(image, side))
 
     def _run(self, component: str, row: HostArray) -> Any:
-        mesh = self.programs.mesh
-        rows = np.broadcast_to(row.astype(np.float32), (padded_batch(1, mesh), *row.shape))
-        outputs = self.ready[component](self.params, put(rows, over_batch(mesh)))
-        if component == IMAGE_ENCODER:
-            return tuple(_first(output) for output in outputs)
-        return [tuple(_first(output) for output in pair) for pair in outputs]
+        return self.programs.features(self.ready[component], self.params, row[None].astype(np.float32))[0]
 
 
 def mask_levels(
@@ -451,10 +434,6 @@ def bicubic(size: int, wanted: int) -> HostArray:
         far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
         np.add.at(out, (np.arange(wanted), np.clip(first + tap, 0, size - 1)), np.where(x <= 1, near, far))
     return out
-
-
-def _first(output: Any) -> HostArray:
-    return np.asarray(output.addressable_shards[0].data)[0]
 
 
 def _spread(rows: HostArray, count: int) -> HostArray:

@@ -351,12 +351,11 @@ class LoadedModel:
         usual = model.family.guides(networks, model.defaults.guidance_scale)
         guides = (usual if guided is None else guided and not networks.unguided,)
         reads = image or networks.inpaints
-        return self.programs.ready(
-            params,
-            networks.latent_shape(images, height, width),
-            Kinds(guides, decoder=way, lengths=self.model.text.shortest).adding(*adds, reads and ReadsImage(way)),
-            display.announce,
-        )
+        latents, ready = networks.latent_shape(images, height, width), {}
+        for lengths in model.text.up_to_shortest(height * width):
+            kinds = Kinds(guides, decoder=way, lengths=lengths).adding(*adds, reads and ReadsImage(way))
+            ready = self.programs.ready(params, latents, kinds, display.announce)
+        return ready
 
     def _own(self, params: Params | None) -> Params:
         refuse_fork()

@@ -353,7 +353,7 @@ class Pipeline(LoadedModel):
         given = arguments_of_call(self, {"prompt": prompt, "negative_prompt": negative_prompt, **arguments})
         call = Call(**{field.name: given[field.name] for field in fields(Call) if field.name in given})
         request = self._request(call, given.get("adapters"), as_set=True)
-        return functions.start(self.model, self._params(given.get("params")), request)
+        return functions.start(self.model, self._params(given.get("params")), request, self.mesh)
 
     @property
     def _beside(self) -> bool:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from canvax.compile.kinds import Compiled, Ready, reference_encoder
 from canvax.compile.programs import Programs
@@ -64,13 +63,13 @@ def prepare(
     mesh = programs.mesh
     latents = (padded_batch(len(request.prompts), mesh), *request.shape[1:])
     split, size, count = over_batch(mesh), (request.height, request.width), len(request.prompts)
-    prompts, later = encode(model, ready, params, mesh, request, table)
+    prompts, later = encode(model, ready, params, programs, request, table)
     jax.block_until_ready(prompts)
     every = [half for conditions in (prompts, *later.values()) for half in conditions]
     images, known, masked = request.init_images and request.init_images.latents, None, None
     if "image encoder" in ready and request.init_images is not None and request.init_images.latents is None:
         images, known, masked = begin(
-            model, request, partial(encode_images, ready, params, mesh, request, sample=samples(model, request))
+            model, request, partial(encode_images, programs, ready, params, request, sample=samples(model, request))
         )
     beside: dict[str, Any] = {}
     if masked is not None:
@@ -82,7 +81,7 @@ def prepare(
     for name, number in model.networks.packing.sizes(latents[2]).items():
         beside[name] = put(np.full(latents[0], number, np.int32), split)
     if request.references is not None:
-        beside[REFERENCES] = encode_references(model, ready, params, mesh, request.references, latents[0])
+        beside[REFERENCES] = encode_references(programs, ready, params, request.references, latents[0])
     for half in every:
         half.update(beside)
     if request.image_prompts is not None:
@@ -231,13 +230,20 @@ def start(request: Request, images: HostArray, noise: HostArray, factor: int) ->
 
 
 def encode_images(
-    ready: Ready, params: Params, mesh: Mesh, request: Request, images: list[HostArray], draw: int, *, sample: bool
+    programs: Programs,
+    ready: Ready,
+    params: Params,
+    request: Request,
+    images: list[HostArray],
+    draw: int,
+    *,
+    sample: bool,
 ) -> HostArray:
     """Return the latents [n, h, w, C] float32 of each image of the call, on the host; an image is encoded once.
 
     ``draw`` is that of ``initial_noise``, for a ``sample``.
     """
-    means, deviations = _moments(ready["image encoder"], params, mesh, images)
+    means, deviations = _moments(programs, ready["image encoder"], params, images)
     if sample:
         seeds, noise = request.seeds, request.options.noise
         if noise != "torch":
@@ -247,13 +253,13 @@ def encode_images(
 
 
 def encode_references(
-    model: Model, ready: Ready, params: Params, mesh: Mesh, references: References, batch: int
+    programs: Programs, ready: Ready, params: Params, references: References, batch: int
 ) -> dict[str, Any]:
     """Return the condition ``REFERENCES`` for each image of a batch."""
-    networks, tokens, ids = model.networks, [], []
+    networks, tokens, ids = programs.networks, [], []
     for number, (images, size) in enumerate(zip(references.images, references.sizes, strict=True), 1):
         pixels = [as_floats(image) for image in images]
-        latents = _moments(ready[reference_encoder(size)], params, mesh, pixels)[0]
+        latents = _moments(programs, ready[reference_encoder(size)], params, pixels)[0]
         tokens.append(networks.packing.pack(latents)[:, 0])
         grid = np.indices([side // networks.size_step for side in size], np.int32).reshape(2, -1).T
         ids.append(np.pad(grid, ((0, 0), (1, 0)), constant_values=number))
@@ -266,19 +272,15 @@ def encode_references(
         "ids": np.pad(np.tile(np.concatenate(ids), (count, 1, 1)), padding),
         "count": lengths,
     }
-    return {name: put(filled(array, batch), over_batch(mesh)) for name, array in arrays.items()}
+    return {name: put(filled(array, batch), over_batch(programs.mesh)) for name, array in arrays.items()}
 
 
-def _moments(encoder: Compiled, params: Params, mesh: Mesh, images: Sequence[HostArray]) -> tuple[HostArray, HostArray]:
+def _moments(
+    programs: Programs, encoder: Compiled, params: Params, images: Sequence[HostArray]
+) -> tuple[HostArray, HostArray]:
     """Return mean and deviation of the latents of images of one size, each [n, h, w, C]."""
-    shape, split = (padded_batch(1, mesh), *images[0].shape), over_batch(mesh)
-    moments = []
-    for image in images:
-        # Every device encodes the same, so that each of several processes has it.
-        outputs = encoder(params, put(np.broadcast_to(image, shape), split))
-        moments.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
-    means, deviations = (np.stack(parts) for parts in zip(*moments, strict=True))
-    return means, deviations
+    means, deviations = zip(*programs.features(encoder, params, np.stack(images)), strict=True)
+    return np.stack(means), np.stack(deviations)
 
 
 _ENCODING_SEED = 0x9E3779B97F4A7C15

@@ -144,7 +144,7 @@ class Request:
         """Length of all prompts for each text encoder."""
         text = self.texts.encoders
         embeds = (text.lengths_of(embed["text"].shape[1]) for embed in self.embeds if embed is not None)
-        return text.fit({*self.texts.lengths, *filter(None, embeds)})
+        return text.fit({*self.texts.lengths, *filter(None, embeds)}, self.height * self.width)
 
 
 def make_request(model: Model, call: Call) -> Request:

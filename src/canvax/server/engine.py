@@ -562,6 +562,8 @@ class ImageEngine:
                 group.begin(item)
                 item.encoded()
                 self._metrics.encoded.observe(self._since(began))
+                for cache, rows in group.looked_up().items():
+                    self._metrics.conditions.labels(cache).inc(rows)
         except Exception as error:
             if not isinstance(error, InputError):
                 log.exception("encoding failed")

@@ -203,6 +203,10 @@ class Group:
             item.carried = state.parked()[0]
         return item.carried
 
+    def looked_up(self) -> dict[str, int]:
+        """Return how many texts and images were encoded before ("hit") and were not ("miss"), since the last call."""
+        return self._programs.features.taken()
+
     @property
     def seated(self) -> list[Item]:
         """The images in flight."""

@@ -55,6 +55,9 @@ class Metrics:
         self._images = count("canvax_images_total", "Images that are done.", ["size"])
         self._pixels = count("canvax_pixels_total", "Pixels of them.")
         self.encoded = time("canvax_encode_seconds", "Encoding the texts and images that an image was given.")
+        self.conditions = count(
+            "canvax_conditions_total", "Texts and images, by whether their features were held.", ["cache"]
+        )
         self.decoded = time("canvax_decode_seconds", "Decoding latents.")
         self.turned = time("canvax_turn_overhead_seconds", "A turn of the engine without encoding, steps, decoding.")
         self.written = time("canvax_file_seconds", "Writing the file of an image.")

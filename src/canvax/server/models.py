@@ -176,7 +176,8 @@ class ServedModel:
         began = time.perf_counter()
         loaded = load(name) if weights else load(name, weights=False)
         named = replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
-        self.model, self.programs = replace(loaded.model, files=named), loaded.programs
+        networks = replace(loaded.model.networks, text=loaded.model.text.without_short())
+        self.model, self.programs = replace(loaded.model, files=named, networks=networks), loaded.programs
         path = self.model.files.path
         self.sha256 = known_hash(path) if path.is_file() else ""
         self._waiting: frozenset[str] = frozenset()
@@ -374,6 +375,7 @@ class ServedModel:
         entry = group.entry(self._shapes)
         known = entry is not None and group.recall(entry, carried)
         if not known:
+            self.programs.features.clear()
             began = time.perf_counter()
             group.begin(_thrown_away(asked))
             group.timings.encode = time.perf_counter() - began
@@ -387,6 +389,7 @@ class ServedModel:
                 group.keep(entry)
         if finished:
             self.colours.learn(latents, pixels)
+        group.looked_up()  # no image of a job
 
     def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
         """Return the reason why a key has no programs, and the cure; ``of_tiles``: the key is that of tiles."""

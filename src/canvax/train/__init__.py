@@ -1,6 +1,54 @@
-"""Fine-tuning of checkpoints, and building blocks for any training.
+"""Training: of checkpoints on your images, and of anything else with the same parts.
+
+    step = make_step(loss, optax.adam(1e-3))
+    state, finished = run(step, step.init(params), data, 1000, Session("out/run"), batch=8)
 
 ``pictures`` reads captioned images, ``encoding`` encodes them to latents, ``objectives`` and ``diffusion`` contain the
-loss, ``loop`` runs compiled training that can be killed and resumed at any time, and ``task`` trains from a checkpoint.
-``recipes/emoji`` trains the bundled model with the same parts. It needs ``pip install '.[train]'``.
+loss, ``step`` and ``session`` the training step and the loop around it, which can be killed and resumed at any time,
+``loop`` both with a plan, and ``task`` trains from a checkpoint. ``recipes/emoji`` trains the bundled model with the
+same parts. It needs ``pip install '.[train]'``. Names are imported when first used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from canvax.train.log import TensorBoard, WeightsAndBiases
+    from canvax.train.loop import Plan, fit
+    from canvax.train.session import Session, run
+    from canvax.train.state import TrainState
+    from canvax.train.step import TrainStep, averaged, make_step
+
+_HOMES = {
+    "Plan": "loop",
+    "Session": "session",
+    "TensorBoard": "log",
+    "TrainState": "state",
+    "TrainStep": "step",
+    "WeightsAndBiases": "log",
+    "averaged": "step",
+    "fit": "loop",
+    "make_step": "step",
+    "run": "session",
+}
+
+__all__ = [
+    "Plan",
+    "Session",
+    "TensorBoard",
+    "TrainState",
+    "TrainStep",
+    "WeightsAndBiases",
+    "averaged",
+    "fit",
+    "make_step",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'canvax.train' has no attribute {name!r}")
+    return getattr(import_module(f"canvax.train.{_HOMES[name]}"), name)

@@ -26,8 +26,8 @@ from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import BlockOptions, Residuals, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.train.loop import Loss
 from canvax.train.objectives import add_noise, cast, check_trainable, flow, loss_weights, squared_error, target_of
+from canvax.train.step import Loss
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
 

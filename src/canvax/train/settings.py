@@ -18,6 +18,8 @@ LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_t
 
 Layers = Literal["attention", "transformer", "all"]
 Names = Literal["peft", "kohya"]
+Optimizer = Literal["adamw", "adafactor", "lion", "prodigy"]
+Times = Literal["uniform", "logit-normal", "shifted"]
 Learn = Literal["object", "style", "word"]
 
 _MOST_STEPS = 10**8
@@ -49,7 +51,7 @@ class PlanRecord:
     )  # fmt: skip
     b2: float = setting(0.99, "decay of Adam's second moment", low=0, high=1, below=True, closed=_NO_FLAG)
     weight_decay: float = setting(
-        0.01, "weight decay of AdamW, of matrices and convolutions", low=0, high=1000, cure="0.01 is usual",
+        0.01, "weight decay of matrices and convolutions", low=0, high=1000, cure="0.01 is usual",
     )  # fmt: skip
     clip: float = setting(1.0, "bound on the norm of the gradient", low=0, above=True, closed=_NO_FLAG)
     average: float = setting(
@@ -66,6 +68,10 @@ class PlanRecord:
     )  # fmt: skip
     rates: Mapping[str, float] = field(default_factory=dict)
     minutes: float | None = setting(None, "minutes that ``steps`` should take", low=0, above=True, closed=_NO_FLAG)
+    optimizer: Optimizer = setting(
+        "adamw", "adamw, adafactor, lion, or prodigy, which finds its learning rate: give a factor of it, 1",
+        metavar="NAME",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,11 @@ class TrainingRecord:
         flags=("--tensorboard", "--logging-dir"),
     )  # fmt: skip
     loading: Mapping[str, Any] = field(default_factory=dict)
+    times: Times = setting(
+        "uniform", "training times: uniform, logit-normal (more in the middle), or shifted for the size of images",
+        metavar="NAME", flags=("--times", "--timestep-sampling"),
+    )  # fmt: skip
+    fsdp: bool = setting(False, "split trained weights and moments over the devices")
 
 
 _TEXT: dict[str, Any] = {

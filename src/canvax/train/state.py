@@ -41,6 +41,12 @@ class TrainState:
     optimizer: Any
 
 
+def apart(tree: Tree, other: Any) -> Tree:
+    """Copy the arrays of a tree that are also in another one, which a step overwrites."""
+    held = {id(leaf) for leaf in jax.tree.leaves(other)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in held else leaf, tree)
+
+
 def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
     """Raise InputError, naming the leaf, if a leaf of a tree is not an array of numbers, or ``trained`` and not of
     floats."""
@@ -54,13 +60,6 @@ def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
             raise InputError(f"{where} holds {dtype}, which has no gradient; give floats")
     if trained and not leaves:
         raise InputError(name, "holds no array: there is nothing to train")
-
-
-def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
-    """Make the state before the first step; it copies ``params``, because a step donates its input state."""
-    params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
-    average = jax.tree.map(jnp.copy, params) if averaged else None
-    return TrainState(jnp.int32(0), params, average, optimizer.init(params))
 
 
 def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:

@@ -32,11 +32,12 @@ from canvax.pipelines.pipeline import Pipeline
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
+from canvax.samplers.schedule import NoiseSchedule
 from canvax.settings import check_all
 from canvax.train import settings
-from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_captions, encode_pictures
+from canvax.train.log import TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
@@ -79,6 +80,9 @@ class Training(TrainingRecord):
             result (``numbered``); None to save only the result.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
         loading: further arguments of ``canvax.load``: where files come from, ``prediction_type`` and ``scheduler``.
+        times: distribution of the training times: "uniform"; "logit-normal" (Esser et al. 2024, section 3.1); or
+            "shifted" as at inference, for flow models whose times depend on the image size.
+        fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
     """
 
     plan: Plan = PLAN
@@ -228,6 +232,8 @@ def train(
         InputError: an argument is invalid, the model or an image cannot be used, or the folder contains another run.
         CheckpointError: the model cannot be read.
     """
+    if training.fsdp and is_spread(mesh):
+        raise InputError("fsdp", "is for the devices of one process", cure="leave it out", value=True)
     target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
@@ -285,8 +291,9 @@ def train(
     loss = denoising_loss(
         model.text if kept is None else None,
         model.unet if unet else model.networks.denoiser,
-        model.scheduler.schedule,
+        _schedule(model, size, training.times),
         gamma=training.gamma,
+        focus=(0.0, 1.0) if training.times == "logit-normal" else None,
         empty=training.empty,
         dtype=dtype,
         remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
@@ -294,10 +301,10 @@ def train(
         control=start.control,
         prior=subject.prior_weight,
     )
-    board = Board(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
+    board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
-    shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
+    shown = _preview(training, aim, pipe, params, texts) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
         with fail_together("saving") if is_spread(mesh) else nullcontext():
@@ -314,7 +321,8 @@ def train(
         save_steps=training.save_steps,
         preview=shown,
         preview_steps=training.preview_steps,
-        watch=board.numbers if board else None,
+        log=board,
+        fsdp=training.fsdp,
     )
     with closing(board) if board else nullcontext():
         trained, finished = fit(start.trained, loss, data, count, plan, session, shared)
@@ -327,8 +335,18 @@ def train(
 def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     """Return settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
+    same |= {"times": training.times} if training.times != "uniform" else {}  # files of earlier versions have none
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
+
+
+def _schedule(model: Model, size: int, times: str) -> NoiseSchedule:
+    """Return the schedule of the training times of square images."""
+    schedule = model.scheduler.schedule
+    if times != "shifted":
+        return schedule
+    tokens, mu = model.networks.tokens([(size, size)]), model.family.mu
+    return schedule.with_mu(mu(tokens, model.defaults.num_inference_steps) if mu else schedule.mu_of(tokens))
 
 
 def numbered(target: Path, step: int) -> Path:
@@ -363,6 +381,9 @@ def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
             "leave it out, or train a LoRA",
         )
         raise InputError("quantize", problem, cure=cure, value=training.quantize)
+    if training.times == "shifted" and not schedule.size_shift:
+        problem = f"is for flow models whose times depend on the image size, and {model.name} is none"
+        raise InputError("times", problem, cure="leave it out", value="shifted")
     if training.gamma is not None and schedule.is_flow:
         raise InputError("gamma", f"is not for {model.name}, a flow model", cure="leave it out", value=training.gamma)
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
@@ -390,9 +411,8 @@ def _preview(
     pipe: Pipeline,
     params: Params,
     texts: Mapping[str, Any],
-    board: Board | None,
-) -> Callable[[int, Params], None]:
-    def preview(step: int, trained: Params) -> None:
+) -> Callable[[int, Params], Mapping[str, HostArray]]:
+    def preview(step: int, trained: Params) -> Mapping[str, HostArray]:
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
         pipe.params = aim.shown(pipe.model, params, trained)  # its own need no weights of what a call does not run
@@ -401,12 +421,11 @@ def _preview(
             images = pipe(**texts, seed=seeds, options=options).images
         pipe.params = {}
         if not is_main_process(pipe.mesh):  # the images are split over the processes
-            return
+            return {}
         (training.folder / "previews").mkdir(exist_ok=True)
         grid = make_grid(images)
         grid.save(training.folder / "previews" / f"{step:07d}.png")
-        if board:
-            board.picture(step, "previews", np.asarray(grid.convert("RGB")))
+        return {"previews": np.asarray(grid.convert("RGB"))}
 
     return preview
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from canvax.errors import slip
 from canvax.families.known import FAMILIES
+from canvax.models.anima import ADAPTER
 from canvax.models.text import FIRST, SECOND
 from canvax.params import Param, Spec, flatten
 from canvax.weights.formats import unet_rules
@@ -41,6 +42,9 @@ _TEXT = {
         "text_encoders_t5xxl_transformer_",
     ),
 }
+_ADAPTER = ("text_conditioner_", *(f"{prefix}llm_adapter_" for prefix in (*_DENOISER, "lora_te_")))
+"""Prefixes of Anima's adapter of texts, which is a part of the transformer in other programs."""
+
 _TEXT_ALONE = ("lora_te_", "te_", "base_model_model_text_encoder_", "base_model_model_", "")
 """Prefixes for a single text encoder, in addition to those of the first."""
 
@@ -170,7 +174,8 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
         has = set(names)
         original = _TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
         is_single = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
-        prefixes = (*_TEXT[component], *(_TEXT_ALONE if is_single else ())) if component in _TEXT else _DENOISER
+        prefixes = _ADAPTER if component == ADAPTER else _DENOISER
+        prefixes = (*_TEXT[component], *(_TEXT_ALONE if is_single else ())) if component in _TEXT else prefixes
         for name in names:
             known = _text_names(name) if component in _TEXT else _denoiser_names(name)
             others = [] if component in _TEXT else original.external(name)

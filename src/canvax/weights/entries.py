@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
@@ -182,44 +182,6 @@ class Entry:
                 if not count:
                     raise CheckpointError(f"{self.path}: ended while {self.name!r} was being read. {DAMAGED}")
                 piece = piece[count:]
-
-
-def with_scales(entries: Sequence[Entry]) -> list[Entry]:
-    """Return entries in which scaled 8-bit weights have their scales as companions: ``NAME.weight`` times
-    ``scale_weight``.
-
-    Scales are one number or one per row. Scales of activations and the markers ``scaled_fp8`` and ``comfy_quant`` are
-    dropped.
-    """
-    named = {entry.name: entry for entry in entries}
-    used: set[str] = set()
-    scaled: dict[str, Entry] = {}
-    for name, entry in named.items():
-        module = name.removesuffix("weight")
-        if name == module or entry.dtype.itemsize != 1 or not entry.is_float:
-            continue
-        scale = named.get(f"{module}scale_weight") or named.get(f"{module}weight_scale")
-        if scale is not None and scale.is_float and math.prod(scale.shape) in (1, *entry.shape[:1]):
-            scaled[name] = replace(entry, decode=SCALED, companions={"scale": scale})
-            used |= {scale.name, *(f"{module}{mark}" for mark in ("scale_input", "input_scale", "comfy_quant"))}
-    if scaled:
-        used |= {name for name in named if name.rpartition(".")[2] == "scaled_fp8"}
-    return [scaled.get(name, entry) for name, entry in named.items() if name not in used] if scaled else list(entries)
-
-
-def _scaled(entry: Entry) -> Callable[[HostArray, int], HostArray]:
-    scale = entry.companions["scale"].read().astype(np.float32).reshape(-1)
-    row = math.prod(entry.shape[1:])
-
-    def decoded(items: HostArray, start: int) -> HostArray:
-        factor = scale if scale.size == 1 else scale[(start + np.arange(len(items))) // row]
-        return items.astype(np.float32) * factor
-
-    return decoded
-
-
-SCALED = Decode(1, _scaled)
-"""Decodes numbers times the companion ``scale``."""
 
 
 def check_name(path: Path, name: object, *, plain: bool = True) -> str:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import ClipVisionConfig
-from canvax.weights.entries import Entry, with_scales
+from canvax.weights.entries import Entry
 from canvax.weights.flax_msgpack import open_flax_msgpack
 from canvax.weights.gguf import open_gguf
 from canvax.weights.safetensors import open_safetensors
+from canvax.weights.scales import with_scales
 
 ControlKind = Literal["controlnet", "adapter"]
 
@@ -168,7 +169,7 @@ def open_weights(path: Path, *, plain_names: bool = True) -> list[Entry]:
         InputError: a package needed to read it is missing.
     """
     if path.suffix == ".msgpack":
-        return with_scales(open_flax_msgpack(path))
+        return open_flax_msgpack(path)
     if path.suffix.lower() == ".gguf":
         return open_gguf(path, plain_names=plain_names)
     return with_scales(open_safetensors(path, plain_names=plain_names))

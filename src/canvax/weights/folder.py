@@ -32,7 +32,7 @@ DEFAULTS = "canvax.json"
 
 Library = Literal["diffusers", "transformers"]
 
-_PLAIN = re.compile(r"(scheduler|tokenizer|processor)(?:_\d+)?")
+_PLAIN = re.compile(r"(scheduler|(?:t5_)?tokenizer|processor)(?:_\d+)?")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "vocab.json", "merges.txt"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),

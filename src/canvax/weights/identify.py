@@ -17,6 +17,7 @@ from canvax.weights.entries import PICKLES, WEIGHTS, foreign, open_weight_file
 from canvax.weights.files import open_weights
 from canvax.weights.folder import INDEX, INDICES
 from canvax.weights.safetensors import read_metadata
+from canvax.weights.scales import UnreadFormat
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 """Prefixes of these parts in a single file."""
@@ -24,10 +25,8 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
 _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "conv1.", "conv2.", "bn.", VAE)
-_LANGUAGE_MODEL = re.compile(
-    r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|(enc\.)?blk\.0\.attn_q|"
-    r"encoder\.block\.0\.layer\.0\.SelfAttention\.q)\.weight"
-)
+_LANGUAGE_MODEL = re.compile(r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|blk\.0\.attn_q)\.weight")
+_T5 = re.compile(r"(encoder\.block\.0\.layer\.0\.SelfAttention\.q|enc\.blk\.0\.attn_q)\.weight")
 _CLIP = re.compile(r"(text_model\.)?encoder\.layers\.0\.self_attn\.q_proj\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
@@ -115,6 +114,10 @@ TEXT_ALONE = FileKind(
     "a text encoder alone", f"pass it to text_encoder (--text-encoder) with FLUX.1, else {_WHOLE}", "--text-encoder",
     lambda shapes: _all("text_model.")(shapes) or any(map(_CLIP.fullmatch, shapes)),
 )  # fmt: skip
+T5 = FileKind(
+    "T5", "pass it to text_encoder_2 (--text-encoder-2) with FLUX.1, to text_encoder (--text-encoder) with Chroma",
+    "--text-encoder-2 with FLUX.1, --text-encoder with Chroma", lambda shapes: any(map(_T5.fullmatch, shapes)),
+)  # fmt: skip
 LANGUAGE_MODEL = FileKind(
     "a language model", "pass it to text_encoder (--text-encoder)", "--text-encoder",
     lambda shapes: any(map(_LANGUAGE_MODEL.fullmatch, shapes)),
@@ -125,7 +128,7 @@ TRANSFORMER = FileKind(
 )  # fmt: skip
 MODEL = FileKind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
 KINDS = (
-    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, LANGUAGE_MODEL, AUTOENCODER, UNET_ALONE),
+    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, T5, LANGUAGE_MODEL, AUTOENCODER, UNET_ALONE),
     *(TEXT_ALONE, TRANSFORMER, MODEL),
 )  # fmt: skip
 """All kinds; the first that matches is the kind of a file."""
@@ -141,9 +144,14 @@ CLASSES: Mapping[str, FileKind] = {
 """Kind of a folder with one network, by the class in its config."""
 
 
+def bare_name(name: str) -> str:
+    """Return an array's name in a transformer's file without a prefix."""
+    return name.removeprefix(UNET).removeprefix("net.")
+
+
 def transformer_family(names: Collection[str]) -> Family | None:
     """Return the family of the transformer in a file; None for other files."""
-    plain = [name.removeprefix(UNET) for name in names]
+    plain = list(map(bare_name, names))
     for family in FAMILIES:
         layout = family.single_file
         if layout and all(any(name.startswith(mark) for name in plain) for mark in layout.marks):
@@ -231,6 +239,8 @@ def inspect(path: Path) -> FileReport | None:
     try:
         shapes = {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}
         metadata = read_metadata(path) if suffix == ".safetensors" else {}
+    except UnreadFormat as error:
+        return FileReport(path, f"weights of {error.format}, which canvax does not read")
     except CheckpointError:
         return FileReport(path, _unreadable(path))
     except InputError:

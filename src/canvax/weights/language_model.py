@@ -18,7 +18,7 @@ from canvax.errors import CheckpointError
 from canvax.weights.entries import Entry
 from canvax.weights.files import NetworkFiles, open_weights
 from canvax.weights.formats import LLAMA_CPP, T5_CPP, numbered, whole_name
-from canvax.weights.identify import LANGUAGE_MODEL, TEXT_ALONE, FileKind, Shapes, expect
+from canvax.weights.identify import LANGUAGE_MODEL, T5, TEXT_ALONE, FileKind, Shapes, expect
 from canvax.weights.layouts import EMBEDDED, LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
@@ -122,7 +122,7 @@ def _whole_clip(entries: Sequence[Entry]) -> list[Entry]:
 
 
 _KINDS: dict[str, tuple[Callable[[Sequence[Entry]], list[Entry]], FileKind, Callable[[Shapes], dict[str, Any]]]] = {
-    "t5": (T5_CPP.to_internal, LANGUAGE_MODEL, t5_config),
+    "t5": (T5_CPP.to_internal, T5, t5_config),
     "clip_text_model": (_whole_clip, TEXT_ALONE, clip_config),
 }
 """Renaming, kind of file, and config from shapes, by ``model_type``."""

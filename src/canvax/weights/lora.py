@@ -20,6 +20,8 @@ import numpy as np
 
 from canvax.adapters import KINDS, Part, Window, faults, kind_of, rank
 from canvax.errors import CheckpointError
+from canvax.models.anima import ADAPTER
+from canvax.models.text import FIRST
 from canvax.params import Param, Spec
 from canvax.types import HostArray
 from canvax.weights.adapter_names import Module, Stack, module_table, nearest_module, parameters, split_name
@@ -140,9 +142,10 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
 
 
 def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
-    """Return the width of each text encoder's tokens, by component."""
+    """Return the width of each text encoder's tokens, by component; nothing if one is not CLIP."""
     tables = ((component, param) for (component, name), param in parameters(specs).items() if name == TABLE)
-    return {component: param.shape[1] for component, param in tables}
+    widths = {component: param.shape[1] for component, param in tables}
+    return widths if all(name in widths for name in specs if name.startswith(FIRST)) else {}
 
 
 def _grouped(
@@ -296,7 +299,7 @@ def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] 
     """Return PEFT's settings of each component, from a file next to this one or from its header."""
     configs: dict[str, dict[str, Any]] = {}
     if config:
-        configs = {name: dict(config) for name in ("unet", "transformer", "text_encoder", "text_encoder_2")}
+        configs = {name: dict(config) for name in ("unet", "transformer", "text_encoder", "text_encoder_2", ADAPTER)}
     elif text := metadata.get("lora_adapter_metadata"):
         try:
             for key, value in json.loads(text).items():

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, warn
-from canvax.weights.entries import Entry, with_scales
-from canvax.weights.files import ModelFiles
+from canvax.weights.entries import Entry
+from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.formats import OPEN_CLIP, numbered, unet_rules, vae_rules
 from canvax.weights.identify import BASES, MODEL, UNET, VAE, expect, parts_missing
 from canvax.weights.rules import Names
-from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata
+from canvax.weights.safetensors import ArrayToSave, read_metadata
 
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
 """CLIP's tokenizers: ``tokenizer`` pads with the end token, ``tokenizer_2`` with "!", as OpenCLIP does."""
@@ -98,7 +98,7 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     Raises:
         CheckpointError: it contains no model that canvax supports, or more than one.
     """
-    arrays = with_scales(open_safetensors(path, plain_names=False))
+    arrays = open_weights(path, plain_names=False)
     names = {array.name for array in arrays}
     expect(name, {array.name: array.shape for array in arrays}, MODEL)
     kind = next((kind for kind in KINDS if all(_any(names, start) for start in kind.encoders.values())), None)

@@ -5,6 +5,7 @@
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
     Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
     Qwen-Image [model.diffusion_model.]transformer_blocks.0.img_mlp.gate_up.weight
+    Anima      [model.diffusion_model. or net.]blocks.0.self_attn.q_proj.weight, with llm_adapter.
 
 The file is a safetensors or a GGUF file. Sizes are inferred from shapes. Facts that neither these nor the other parts
 determine are in the family's ``SingleFile``.
@@ -22,9 +23,8 @@ from canvax.families.base import Family
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.folder import is_tokenizer, library_of
-from canvax.weights.identify import UNET, transformer_family
+from canvax.weights.identify import bare_name, transformer_family
 from canvax.weights.rules import Names
-from canvax.weights.single_file import CLIP
 
 
 def parts_beside(family: Family) -> tuple[str, ...]:
@@ -52,24 +52,34 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         raise InputError(
             "model", f"is the transformer of {family.title} alone", cure=f"add {' and '.join(missing)}", value=name
         )
-    arrays = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
+    arrays = [replace(entry, name=bare_name(entry.name)) for entry in entries]
     arrays = [array for array in arrays if not array.name.startswith(layout.unused)]
+    parts = {
+        part: [replace(array, name=array.name.removeprefix(start)) for array in arrays if array.name.startswith(start)]
+        for part, (start, _) in layout.inside.items()
+    }
+    starts = tuple(start for start, _ in layout.inside.values())
+    parts["transformer"] = [array for array in arrays if not array.name.startswith(starts)]
     try:
-        config = layout.config({array.name: array.shape for array in Names(family.names).to_internal(arrays)})
+        named = Names(family.names).to_internal(parts["transformer"])
+        config = layout.config({array.name: array.shape for array in named})
+        inside = {
+            part: config_of({array.name: array.shape for array in parts[part]})
+            for part, (_, config_of) in layout.inside.items()
+        }
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{name}: is not a whole transformer of {family.title}, it lacks {error}") from None
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from None
 
     def read(component: str) -> list[Entry]:
-        return arrays if component == "transformer" else []
+        return parts.get(component, [])
 
-    configs: dict[str, Mapping[str, Any]] = {"transformer": config, **layout.configs}
+    configs: dict[str, Mapping[str, Any]] = {"transformer": config, **inside, **layout.configs}
     classes = {part: kinds[0] for part, kinds in family.classes.items() if kinds}
     classes["scheduler"] = configs["scheduler"]["_class_name"]
     components = {part: [library_of(part), kind] for part, kind in classes.items()}
     configs["scheduler"] = {**configs["scheduler"], **(layout.schedule(config) if layout.schedule else {})}
-    packaged = [part for part, kind in classes.items() if kind == "CLIPTokenizer"]
     reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
     index = dict(layout.index(config, path.stem) if callable(layout.index) else layout.index)
     if (by_name := layout.is_distilled(path.stem)) is not None:
@@ -86,9 +96,9 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         name,
         path,
         {"_class_name": family.pipelines[0], **index, **components},
-        {part: kind for part, kind in classes.items() if part in packaged or not is_tokenizer(part)},
+        {part: kind for part, kind in classes.items() if part in layout.packaged or not is_tokenizer(part)},
         configs,
         read,
-        lambda part: (CLIP if part in packaged else path) / part,
+        lambda part: layout.packaged.get(part, path / part),
         reasons=reasons,
     )
