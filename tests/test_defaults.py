@@ -112,6 +112,7 @@ def test_defaults(emoji: canvax.Pipeline) -> None:
     if os.environ.get("CANVAX_WRITE_GOLDEN"):
         FILE.write_text(text)
     want, got = json.loads(FILE.read_text()), json.loads(text)
-    assert got.keys() == want.keys()
+    again = "if it is meant: CANVAX_WRITE_GOLDEN=1 pytest tests/test_defaults.py"
+    assert got.keys() == want.keys(), again
     for name, defaults in got.items():
-        assert defaults == want[name], name
+        assert defaults == want[name], f"{name}; {again}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,9 +18,18 @@ from test_reference import commands
 
 import canvax
 from canvax.cli import main
+from canvax.families.known import FAMILIES
+from canvax.models.text import TextEncoders
+from canvax.parallel.mesh import make_mesh
+from canvax.params import init_params
 from canvax.samplers import build_table, from_scheduler_config
+from canvax.weights.folder import library_of
+from canvax.weights.load import Component
+from canvax.weights.save import save_checkpoint
+from examples import new_family
 
 ROOT = Path(__file__).parent.parent
+FLOW = "FlowMatchEulerDiscreteScheduler"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -77,14 +87,41 @@ def test_the_solver_of_the_page_is_ddim() -> None:
 
 
 def test_the_page_of_a_new_family() -> None:
-    """It shows all of the example, and its last block runs."""
-    *shown, around = blocks(ROOT / "docs" / "new-family.md")
+    """It shows all of the example, and the block after it runs."""
+    *shown, around, _ = blocks(ROOT / "docs" / "new-family.md")
     example = (ROOT / "examples" / "new_family.py").read_text("utf-8")
     code = [line for block in shown for line in block.splitlines() if line]
     assert code == [line for line in example.splitlines()[1:] if line]
     names: dict[str, Any] = {}
     exec(around, names)
     assert np.abs(np.asarray(names["image"], np.int32)).max() > 0
+
+
+def test_the_family_of_the_page_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the folder that the page describes."""
+    page = ROOT / "docs" / "new-family.md"
+    names = dict(vars(new_family))
+    exec(blocks(page)[-1], names)
+    index = re.search(r"model_index\.json +(\{.*?\})$", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert index
+    networks = new_family.Networks(
+        new_family.Mlp(), new_family.Squares(), TextEncoders((new_family.Letters("text_encoder", (9,)),))
+    )
+    specs = networks.specs()
+    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(specs.items())}
+    save_checkpoint(
+        tmp_path / "toy",
+        [Component(name, spec, library_of(name)) for name, spec in specs.items()],
+        params,
+        index=json.loads(index[1]),
+        configs={"mlp": {}, "vae": {}, "text_encoder": {"max_length": 9}, "scheduler": {"_class_name": FLOW}},
+    )
+    monkeypatch.setattr("canvax.families.known.FAMILIES", (*FAMILIES, names["TOY"]))
+    loaded = canvax.load(tmp_path / "toy", mesh=make_mesh(jax.devices()[:1]))
+    assert loaded.model.text.encoders[0].lengths == (9,)
+    made = canvax.pipeline_of(networks, params, FLOW, family=names["TOY"], mesh=loaded.mesh)
+    got, want = (pipe("a fox", seed=1, progress=False).pixels for pipe in (loaded, made))
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 PICTURED = ("image-to-image", "guidance", "coming-from-diffusers")

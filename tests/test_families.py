@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import canvax
 from canvax.cli.arguments import build_parser
-from canvax.families.base import LATENT_CONSISTENCY, Family
+from canvax.families.base import AESTHETICS, LATENT_CONSISTENCY, SECOND_PROMPTS, SIZES, TARGET_SIZES, Family
 from canvax.families.flux2 import FLUX2
 from canvax.families.known import FAMILIES, PRESETS, family_of
 from canvax.families.krea2 import KREA2
@@ -37,6 +38,7 @@ from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
 
 SRC = Path(canvax.__file__).parent
+ROOT = SRC.parents[1]
 SINGLE = [family for family in FAMILIES if family.single_file]
 TINY = Flux2Config(
     in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
@@ -91,11 +93,13 @@ def test_tables_are_built_of_the_families(family: Family, monkeypatch: pytest.Mo
 
 
 def test_people_read_of_every_family_and_preset() -> None:
-    guide = (SRC.parents[1] / "docs" / "which-model.md").read_text(encoding="utf-8")
-    parser = build_parser()
-    for family in SINGLE:
-        for text in (guide, parser.description, canvax.__doc__):
-            assert (family.models or family.title) in (text or ""), family.name
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/which-model.md", "README.md")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for family in FAMILIES:
+        name = family.models or family.title or family.name
+        name = "Stable Diffusion" if family in (SD, SDXL, SDXL_REFINER) else name
+        for text in (*pages, build_parser().description, canvax.__doc__, project["description"]):
+            assert name in (text or ""), text
     for text in (canvax.plan.__doc__, (SRC / "cli" / "arguments.py").read_text(encoding="utf-8")):
         assert not [preset for preset in PRESETS if preset not in (text or "")]
 
@@ -145,6 +149,21 @@ def test_a_second_prompt_needs_a_second_encoder(emoji: canvax.Pipeline) -> None:
     with pytest.raises(canvax.InputError) as caught:
         check_for_model(canvax.Options(prompt_2="a fox"), model)
     assert caught.value.argument == "prompt_2"
+
+
+OF_SDXL: dict[str, Any] = {
+    **dict.fromkeys(SECOND_PROMPTS, "a fox"), **dict.fromkeys((*SIZES, *TARGET_SIZES), (8, 8)),
+    **dict.fromkeys(AESTHETICS, 5.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_SDXL)
+def test_a_new_family_refuses_options_of_sdxl(name: str, emoji: canvax.Pipeline) -> None:
+    """Its record need not list them."""
+    model = dataclasses.replace(emoji.model, family=Family("new"))
+    with pytest.raises(canvax.InputError) as caught:
+        check_for_model(canvax.Options(**{name: OF_SDXL[name]}), model)
+    assert caught.value.argument == name
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.5, 3.0])

@@ -84,6 +84,16 @@ def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.Pipeline) -
     assert apart < 1e-3
 
 
+def test_the_last_pass(emoji: canvax.Pipeline) -> None:
+    image = Image.new("RGB", (64, 64))
+    first, plain, again = (
+        make_request(emoji.model, Call("a fox", options=canvax.Options(hires=hires), image=image))
+        for hires, image in ((2, None), (1, None), (1, image))
+    )
+    last = second_pass(emoji.model, first)
+    assert [request.is_last_pass for request in (first, last, plain, again)] == [False, True, True, True]
+
+
 def test_second_prompts_for_several_images_of_each(emoji: canvax.Pipeline) -> None:
     options = canvax.Options(hires=2, hires_prompt=["a red fox", "a red cat"])
     request = make_request(emoji.model, Call(["a fox", "a cat"], num_images_per_prompt=2, options=options))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.mutants import ROOT, SOURCE, Defect, defects, survives
+from tests.mutants import ROOT, SOURCE, Defect, defects, main, survives
 
 ROWS = defects()
 
@@ -24,6 +24,12 @@ def test_the_table_fits_the_code() -> None:
                 faults.append(f"{row.id}: there is no test {test}")
     assert not faults, "\n".join(faults)
     assert len({row.id for row in ROWS}) == len(ROWS)
+
+
+def test_help() -> None:
+    shown: list[str] = []
+    assert main(["--help"], shown.append) == 0
+    assert "python -m tests.mutants" in shown[0]
 
 
 @pytest.mark.weekly

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from canvax.samplers import (
     solvers,
     stable_diffusion_config,
 )
+from canvax.samplers.catalog import IMPOSSIBLE
 from canvax.samplers.table import EMPTY
 from tests.support.refusals import refused
 from tests.support.timing import processor_seconds
@@ -214,6 +217,16 @@ def test_every_spelling_finds_its_sampler() -> None:
     for spec in SAMPLERS:
         for spelling in spec.spellings:
             assert find(spelling)[0] is spec, spelling
+
+
+def test_samplers_that_are_said_to_be_missing_are_missing() -> None:
+    """By the errors and by the page for users."""
+    page = (Path(__file__).parent.parent / "docs" / "samplers.md").read_text(encoding="utf-8")
+    listed = re.findall("`(.*?)`", page.partition("**Not in the catalogue**")[2].partition("\n\n")[0])
+    assert len(listed) > 3
+    for name in {*IMPOSSIBLE, *listed}:
+        with refused("sampler"):
+            find(name)
 
 
 @pytest.mark.parametrize(

@@ -409,6 +409,21 @@ def test_an_api_is_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'canvax_requests_total{route="/echo/",status="200"} 1.0' in http.get("/metrics").text
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "param"), [(InputError("n", "is 9"), 400, "n"), (ValueError("n"), 500, None)]
+)
+def test_an_error_about_an_argument_is_a_refusal(error: Exception, status: int, param: str | None) -> None:
+    async def broken(_: Request) -> Response:
+        raise error
+
+    web_app = app.create_app(
+        StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics(),
+        more=lambda _: [ApiPath("/broken", jobs_api.error, GET=Operation(broken))],
+    )  # fmt: skip
+    answer = TestClient(web_app, base_url="http://localhost", raise_server_exceptions=False).get("/broken")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
 # Keys.
 
 

@@ -1,5 +1,7 @@
 """Defects made by hand, each with the tests that see it: what the tests can do, and may not lose.
 
+    python -m tests.mutants [ID ...]     put each defect in, or all, and check that its tests fail
+
 ``defects.toml`` has a row for each. A test is deleted only if each defect that it kills has another test in its row.
 """
 
@@ -92,6 +94,9 @@ def survives(defect: Defect) -> str:
 def main(names: list[str], say: Callable[[str], None] = print) -> int:
     """Run the defects of these names, or all; return how many survive."""
     rows = defects()
+    if {"-h", "--help"} & {*names}:
+        say(str(__doc__))
+        return 0
     if unknown := set(names) - {row.id for row in rows}:
         say(f"no such defects: {', '.join(sorted(unknown))}")
         return 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from canvax.families import flux
-from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
-from canvax.families.language import FLOW, NO_OPTIONS_OF_SDXL, QWEN3, TOKENIZER, check_fit, read_chat_tokenizer
+from canvax.families.base import SECOND_PROMPTS, Defaults, Family, Shapes, SingleFile, check_components, parsed
+from canvax.families.language import FLOW, QWEN3, TOKENIZER, check_fit, read_chat_tokenizer
 from canvax.models.anima import ADAPTER, AdapterConfig, AnimaText, CosmosConfig, CosmosDenoiser, TextAdapter
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
@@ -149,6 +149,6 @@ ANIMA = Family(
         packaged={"t5_tokenizer": flux.T5},
         unused=("pos_embedder.",),
     ),
-    unused_options=NO_OPTIONS_OF_SDXL,
+    unused_options=dict.fromkeys(SECOND_PROMPTS, "its text encoders read the same prompt"),
     presets={"anima": _networks(CosmosConfig(), AdapterConfig(), QWEN3_06B, WanAutoencoder(WanVaeConfig()))},
 )  # fmt: skip

@@ -161,7 +161,8 @@ class Family:
         names: names of the denoiser's layers in single files and LoRAs.
         stacks: layers of the denoiser that diffusers stores as one.
         single_file: layout of files with only the denoiser; None for families without such files.
-        unused_options: options that a model does not use, with the reason.
+        unused_options: options that a model does not use, with the reason. Without ``size_conditions`` those of SDXL
+            are unused, and second prompts with one text encoder.
         size_conditions: returns further conditions of the prompt and the negative prompt, for height, width and
             explicit options.
         zero_negative_embeds: without a negative prompt, use zeros instead of the features of an empty prompt;

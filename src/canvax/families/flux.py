@@ -12,9 +12,6 @@ from typing import Any
 
 from canvax.errors import CheckpointError
 from canvax.families.base import (
-    AESTHETICS,
-    SIZES,
-    TARGET_SIZES,
     TOKENIZERS,
     Defaults,
     Family,
@@ -26,7 +23,7 @@ from canvax.families.base import (
     read_clip_tokenizer,
 )
 from canvax.families.flux2 import attention_norms
-from canvax.families.language import FLOW, NO_OPTIONS_OF_SDXL, SHIFT_BY_SIZE, check_fit, read_padding_tokenizer
+from canvax.families.language import FLOW, SHIFT_BY_SIZE, check_fit, read_padding_tokenizer
 from canvax.families.z_image import VAE
 from canvax.models.clip import PooledClip
 from canvax.models.configs import ClipTextConfig, VaeConfig
@@ -261,7 +258,6 @@ FLUX = Family(
         schedule=_schedule,
         packaged={TOKENIZERS[FIRST]: CLIP},
     ),
-    unused_options=dict.fromkeys((*SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model"),
     presets={
         "flux1-dev": _networks(FluxConfig(guidance_embeds=True), SD15_TEXT, T5Config(), _KL16, ROWS),
         "flux1-schnell": _networks(FluxConfig(), SD15_TEXT, T5Config(), _KL16, FEW_ROWS),
@@ -285,6 +281,5 @@ CHROMA = Family(
         configs={FIRST: _T5_FIELDS, "vae": VAE, "scheduler": _BY_SIZE},
         tokenizer=T5,
     ),
-    unused_options=NO_OPTIONS_OF_SDXL,
     presets={"chroma1": _chroma(ChromaConfig(), T5Config(), _KL16)},
 )

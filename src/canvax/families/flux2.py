@@ -12,7 +12,6 @@ from canvax.errors import CheckpointError
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
 from canvax.families.language import (
     FLOW,
-    NO_OPTIONS_OF_SDXL,
     QWEN3,
     QWEN3_4B,
     SHIFT_BY_SIZE,
@@ -195,6 +194,5 @@ FLUX2 = Family(
         tokenizer=TOKENIZER,
         stems=("base", "klein"),
     ),
-    unused_options=NO_OPTIONS_OF_SDXL,
     presets={"flux2-klein-4b": _networks(KLEIN_4B, QWEN3_4B, Flux2Autoencoder(Flux2VaeConfig()), is_distilled=True)},
 )

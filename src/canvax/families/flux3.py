@@ -14,7 +14,6 @@ from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_com
 from canvax.families.flux2 import VAE
 from canvax.families.language import (
     FLOW,
-    NO_OPTIONS_OF_SDXL,
     QWEN3_VL,
     QWEN3_VL_4B,
     TOKENIZER,
@@ -163,7 +162,6 @@ FLUX3 = Family(
         index=_index,
         unused=("repa_projectors.",),
     ),
-    unused_options=NO_OPTIONS_OF_SDXL,
     presets={
         name: _networks(Flux3Config(flow_map=name.endswith("klein")), QWEN3_VL_4B, Flux2Autoencoder(Flux2VaeConfig()))
         for name in ("flux3-klein", "flux3-klein-base")

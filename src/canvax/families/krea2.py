@@ -11,7 +11,6 @@ from canvax.errors import CheckpointError
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
 from canvax.families.language import (
     FLOW,
-    NO_OPTIONS_OF_SDXL,
     QWEN3_VL,
     QWEN3_VL_4B,
     SHIFT_BY_SIZE,
@@ -171,6 +170,5 @@ KREA2 = Family(
         stems=("raw", "turbo"),
         index={"patch_size": 2},
     ),
-    unused_options=NO_OPTIONS_OF_SDXL,
     presets={"krea-2": _networks(Krea2Config(), QWEN3_VL_4B, WanAutoencoder(WanVaeConfig()), TAPS)},
 )

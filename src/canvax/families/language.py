@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from canvax.errors import CheckpointError
-from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES
 from canvax.files import read_json
 from canvax.models.anima import TextAdapter
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
@@ -14,8 +13,6 @@ from canvax.models.t5 import T5Encoder
 from canvax.models.text import TextEncoder
 from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.files import ModelFiles
-
-NO_OPTIONS_OF_SDXL = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
 
 TOKENIZER = Path(__file__).parent.parent / "assets" / "qwen" / "tokenizer"
 """Folder of Qwen3's tokenizer, which Qwen3-VL shares."""

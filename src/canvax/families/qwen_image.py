@@ -11,7 +11,6 @@ from canvax.errors import CheckpointError, HintWarning, warn
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
 from canvax.families.language import (
     FLOW,
-    NO_OPTIONS_OF_SDXL,
     QWEN3_VL,
     SHIFT_BY_SIZE,
     TOKENIZER,
@@ -160,7 +159,6 @@ QWEN_IMAGE = Family(
         tokenizer=TOKENIZER,
         stems=("", "turbo"),
     ),
-    unused_options=NO_OPTIONS_OF_SDXL,
     presets={
         "qwen-image-2.1": _networks(QwenImageConfig(), QWEN3_VL_8B, QwenAutoencoder(QwenVaeConfig()), VisionConfig())
     },

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from canvax.families.base import (
-    AESTHETICS,
     CLASSES,
     LATENT_CONSISTENCY,
-    SECOND_PROMPTS,
-    SIZES,
-    TARGET_SIZES,
     Family,
     read_clip_tokenizer,
     read_clip_unet_vae,
@@ -57,7 +53,6 @@ SD = Family(
     classes=CLASSES,
     distilled=LATENT_CONSISTENCY,
     scheduler=_scheduler,
-    unused_options=dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model"),
     presets={
         "sd14": _SD15,
         "sd15": _SD15,

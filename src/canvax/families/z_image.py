@@ -8,7 +8,6 @@ from typing import Any
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed, read_autoencoder
 from canvax.families.language import (
     FLOW,
-    NO_OPTIONS_OF_SDXL,
     QWEN3,
     QWEN3_4B,
     TOKENIZER,
@@ -135,6 +134,5 @@ Z_IMAGE = Family(
         base={"shift": 6.0},
         unused=("norm_final.weight",),
     ),
-    unused_options=NO_OPTIONS_OF_SDXL,
     presets={"z-image": _networks(ZImageConfig(), QWEN3_4B, VaeConfig.from_dict(VAE))},
 )

@@ -13,7 +13,7 @@ from PIL import Image
 from canvax.call import HIRES_STRENGTHS, MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
 from canvax.denoise import Known
 from canvax.errors import InputError, conflict, needs, refuse_tracers
-from canvax.families.base import SECOND_PROMPTS, Model
+from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES, Model
 from canvax.guidance import OFF, Guidance
 from canvax.images.convert import on_white
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
@@ -116,6 +116,11 @@ class Request:
     def guided(self) -> bool:
         """True if the negative prompt has an effect: not for a single prompt at a guidance scale of 1 or less."""
         return not self.embedded and (self.composed or max(self.scales) > OFF)
+
+    @property
+    def is_last_pass(self) -> bool:
+        """False for the first pass of a hires fix, whose pixels no user sees."""
+        return self.options.hires == 1 or self.init_images is not None
 
     @property
     def rule(self) -> Guidance:
@@ -311,7 +316,8 @@ def check_for_model(options: Options, model: Model) -> None:
         InputError: an option is for other kinds of models.
     """
     one = dict.fromkeys(SECOND_PROMPTS, "it has one text encoder") if len(model.text.encoders) == 1 else {}
-    unused = one | dict(model.family.unused_options)
+    conditions = dict.fromkeys((*SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
+    unused = one | ({} if model.family.size_conditions else conditions) | dict(model.family.unused_options)
     for name in sorted(options.changed().keys() & unused.keys()):
         raise InputError(name, f"is not supported by {model.name}: {unused[name]}", cure="leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):

@@ -26,9 +26,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from canvax.call import OptionRecord
-from canvax.errors import nearest, shown
+from canvax.errors import InputError, nearest, shown
 from canvax.familiar import CALL
-from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Rejected, Status
+from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Rejected, Status, invalid
 from canvax.settings import offered
 
 Body = TypeVar("Body")
@@ -68,7 +68,7 @@ def request_id_of(request: Request) -> str:
 
 
 def answering(error: Callable[[Rejected, str], Response], endpoint: Endpoint) -> Endpoint:
-    """Return an endpoint whose refusals are answered in the format of its API."""
+    """Return an endpoint whose refusals, and errors about an argument, are answered in the format of its API."""
 
     @wraps(endpoint)
     async def answered(request: Request) -> Response:
@@ -76,6 +76,8 @@ def answering(error: Callable[[Rejected, str], Response], endpoint: Endpoint) ->
             return await endpoint(request)
         except Rejected as refused:
             return error(refused, request_id_of(request))
+        except InputError as fault:
+            return error(invalid(fault.argument or None, str(fault)), request_id_of(request))
         except ClientDisconnect:  # in the middle of its body, so no client reads this
             return Response(status_code=400)
 
