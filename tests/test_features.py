@@ -56,7 +56,11 @@ def pixels(pipe: canvax.Pipeline, prompt: Any = "a cat", **more: Any) -> np.ndar
     return pipe(prompt, **ASK | more).pixels
 
 
-@pytest.mark.parametrize("more", [{}, {"image": APPLE, "strength": 0.9}, {"negative_prompt": "blurry"}], ids=["text", "image", "negative"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"image": APPLE, "strength": 0.9}, {"negative_prompt": "blurry"}],
+    ids=["text", "image", "negative"],
+)
 def test_what_is_repeated_is_not_encoded(sd: canvax.Pipeline, encoded: Count, more: dict[str, Any]) -> None:
     first = pixels(sd, **more)
     assert encoded() == 2 + ("image" in more)  # this program reads one text
