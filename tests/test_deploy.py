@@ -19,7 +19,7 @@ from canvax.compile import cache
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name != "kustomization.yaml")
+MANIFESTS = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name not in ("kustomization.yaml", "rules.yaml"))
 needs_schemas = pytest.mark.skipif(
     not (find_spec("kubernetes_validate") and find_spec("yaml")), reason="needs kubernetes-validate: pip install it"
 )

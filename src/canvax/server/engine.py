@@ -102,11 +102,12 @@ class ImageEngine:
         self._state = State.STARTING
         self.failure: BaseException | None = None
         self._settings, self._metrics, self._say = settings, metrics, say
-        self._announcer = Announcer(say, metrics.compiled, self._tell_compiling)
+        self._announcer = Announcer(say, metrics.built, self._tell_compiling)
         self._models = ModelSet(names, load, settings, say, self._announcer)
         self._book = JobStore(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = self._book.changed
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
+        metrics.expect((*names, *settings.on_request))
         metrics.journal.set_function(self._book.records)
         self._items: dict[str, list[Item]] = {}
         self._suspects: list[Job] = []

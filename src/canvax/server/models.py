@@ -519,10 +519,8 @@ class Announcer:
         progress: how many programs of a size are ready, such as "3 of 7 programs".
     """
 
-    def __init__(
-        self, say: Callable[[str], None], compiled: Callable[[str, float], None], changed: Callable[[], None]
-    ) -> None:
-        self._say, self._compiled, self._changed = say, compiled, changed
+    def __init__(self, say: Callable[[str], None], built: Callable[[Build], None], changed: Callable[[], None]) -> None:
+        self._say, self._built, self._changed = say, built, changed
         self._ready = self._all = 0
         self.progress = ""
 
@@ -539,8 +537,8 @@ class Announcer:
         self._ready += 1
         self.progress = f"{self._ready} of {max(self._ready, self._all)} programs"
         self._changed()
+        self._built(build)
         if not build.cached:
-            self._compiled(build.program, build.seconds)
             self._say(f"compiled the {build.program} in {build.seconds:.1f} s, {self.progress} ready")
 
 
