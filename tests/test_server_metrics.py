@@ -16,6 +16,7 @@ from canvax.server.app import Settings, create_app
 from canvax.server.jobs import State
 from canvax.server.metrics import OUTCOMES, REASONS, Metrics
 from tests.support.server_stub import StubEngine
+from tests.support.serving import counted
 
 SERIES = {
     "canvax_build_info": ("gauge", {"version"}),
@@ -90,23 +91,17 @@ def test_what_a_step_and_an_image_count(metrics: Metrics) -> None:
     assert found["canvax_compile_seconds_total", "denoiser"] == 3
 
 
-def values_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
-    """The values of a metric by its labels."""
-    families = text_string_to_metric_families(metrics.text().decode())
-    return {tuple(one.labels.values()): one.value for family in families for one in family.samples if one.name == name}
-
-
 def test_series_that_alerts_watch_begin_at_zero() -> None:
     """A series that begins at 1 has no increase, so an alert would miss the first failure."""
     metrics = Metrics()
     engine.ImageEngine(["emoji"], engine.EngineSettings(on_request=("more",)), metrics, pytest.fail)
-    over = values_of(metrics, "canvax_jobs_total")
+    over = counted(metrics, "canvax_jobs_total")
     assert over == {(model, outcome): 0 for model in ("emoji", "more") for outcome in OUTCOMES}
-    assert values_of(metrics, "canvax_jobs_accepted_total") == {("emoji",): 0, ("more",): 0}
-    assert values_of(metrics, "canvax_jobs_refused_total") == {(reason,): 0 for reason in REASONS}
+    assert counted(metrics, "canvax_jobs_accepted_total") == {("emoji",): 0, ("more",): 0}
+    assert counted(metrics, "canvax_jobs_refused_total") == {(reason,): 0 for reason in REASONS}
     metrics.built(Build("denoiser", cached=True, seconds=3.0))
     for name in ("canvax_programs_compiled_total", "canvax_compile_seconds_total"):
-        assert values_of(metrics, name) == {("denoiser",): 0}
+        assert counted(metrics, name) == {("denoiser",): 0}
 
 
 def test_reasons_are_those_of_the_engine() -> None:

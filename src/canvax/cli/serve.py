@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.call import LOCATION, PARTS
 from canvax.cli import BAD_INPUT, FAILED, debugging
+from canvax.cli.compile import check_kept
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
@@ -35,6 +36,7 @@ from canvax.weights.data_folder import data_folder, lora_folder, usual_syntax
 
 if TYPE_CHECKING:
     from canvax.call import Load
+    from canvax.compile.aot import Build
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.server.engine import EngineSettings, ImageEngine
 
@@ -110,6 +112,14 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         syntax=usual_syntax(),
         left_out=left_out if opens_page else {},  # the names of an operator's files are not for clients
     )
+
+    def load(name: str, *, weights: bool = True, **pinned: Any) -> Any:
+        parts = {} if name in names else dict.fromkeys(PARTS)
+        asked = replace(usual, model=names.get(name, name), **parts, **pinned)
+        return load_with(arguments, asked, weights=weights)
+
+    if arguments.compile_only:
+        return _compile(list(names), settings, load, quiet=arguments.quiet)
     with listen(arguments.host, arguments.port, spare=opens_page) as listener, _errors_logged(arguments):
         _log_to_stderr(quiet=arguments.quiet or opens_page)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
@@ -118,11 +128,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             say, warnings.showwarning = log.info, partial(show_warning, set(), log.warning)
         journal = Journal(named_path("journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
-
-        def load(name: str, *, weights: bool = True, **pinned: Any) -> Any:
-            parts = {} if name in names else dict.fromkeys(PARTS)
-            asked = replace(usual, model=names.get(name, name), **parts, **pinned)
-            return load_with(arguments, asked, weights=weights)
 
         engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
         app = create_app(engine, web, state=engine.readiness, metrics=metrics)
@@ -139,6 +144,17 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if opens_page:
             threading.Thread(target=_open_page, args=((host, port), url, say), daemon=True).start()
         answer(app, listener, engine, arguments.drain_seconds, say)
+
+
+def _compile(names: list[str], settings: EngineSettings, load: Callable[..., Any], *, quiet: bool) -> None:
+    """Compile the programs of a start, or load them from the cache."""
+    from canvax.server.models import Announcer, ModelSet
+
+    say: Callable[[str], None] = (lambda text: None) if quiet else complain
+    builds: list[Build] = []
+    ModelSet(names, load, settings, say, Announcer(say, builds.append, lambda: None)).compile()
+    check_kept(builds)
+    say(f"{len(builds)} programs are ready; {sum(build.cached for build in builds)} were in the cache")
 
 
 def first_model(offered: Mapping[str, Path], output: Path | None) -> tuple[list[str], str]:
