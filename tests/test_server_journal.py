@@ -429,6 +429,28 @@ def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
     assert [one.id for one in recovered(path)] == [first.id]
 
 
+def test_a_full_disk_is_logged_once_then_each_minute(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("canvax.server.journal.time.monotonic", lambda: clock[0])
+    with opened(path) as journal:
+        for lines in (1, 2, 3):
+            journal._base.execute("PRAGMA max_page_count = 40")
+            with pytest.raises(CanvaxError):
+                journal.accepted(job(JobRequest("long " * 10**5 * lines)))
+            for _ in range(3):
+                journal.check()
+                clock[0] += 1
+            assert len(caplog.records) == lines
+            clock[0] += 60
+            if lines == 2:  # there is room, and then none again
+                journal._base.execute("PRAGMA max_page_count = 4000")
+                journal.check()
+                assert journal.broken is None
+                clock[0] -= 60
+
+
 def test_after_the_end_nothing_is_written_and_nothing_raised(path: Path) -> None:
     journal = Journal(path)
     journal.accepted(one := job())

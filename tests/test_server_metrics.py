@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from canvax.compile.aot import Build
-from canvax.server import adapter_cache, engine, job_store, models
+from canvax.server import adapter_cache, answers, engine, job_store, models
 from canvax.server.app import Settings, create_app
 from canvax.server.jobs import State
 from canvax.server.metrics import OUTCOMES, REASONS, Metrics
@@ -114,6 +114,15 @@ def test_reasons_are_those_of_the_engine() -> None:
                 codes |= {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
     parts = {f"{part}_{why}" for part in (models.VAE, models.CONTROLNET) for why in ("not_found", "unusable")}
     assert codes | parts | {"invalid_value"} == set(REASONS)
+
+
+def test_codes_are_on_the_page() -> None:
+    """Every code of an error is in the table of docs/serving.md."""
+    codes = {*REASONS, *answers._STATUSES, "method_not_allowed", "not_found", "invalid_request"}
+    for path in Path(models.__file__ or "").parent.glob("*.py"):
+        codes |= set(re.findall(r'Rejected\(\s*\w+, "(\w+)"', path.read_text()))
+    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    assert not {code for code in codes if f"`{code}`" not in page.partition("## Errors")[2].partition("\n## ")[0]}
 
 
 def test_alerts_watch_series_that_are_there() -> None:

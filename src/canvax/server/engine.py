@@ -319,7 +319,8 @@ class ImageEngine:
                 why = "the images that were sent for jobs that wait take too much memory; try again later"
                 raise Rejected(429, "queue_full", why, retry_after=wait)
         if self._rates and (wait := self._rates.wait(job_request.client, images)):
-            raise Rejected(429, "rate_limit_exceeded", "too many images a minute; see Retry-After", retry_after=wait)
+            why = f"a client may ask for {self._settings.rate:g} images a minute; see Retry-After"
+            raise Rejected(429, "rate_limit_exceeded", why, retry_after=wait)
         return room
 
     def _cancel(self, job: Job) -> None:
