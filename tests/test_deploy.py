@@ -103,6 +103,12 @@ def test_serve_config(name: str) -> None:
     assert (wanted.least, wanted.most) == (worker["minReplicas"], worker["maxReplicas"])
 
 
+def test_rules_are_alerts() -> None:
+    (group,) = read(DEPLOY / "prometheus" / "rules.yaml")["groups"]
+    assert group["rules"]
+    assert all(rule.keys() - {"for"} == {"alert", "expr"} for rule in group["rules"])
+
+
 def test_pods_are_not_root() -> None:
     (pod,) = pods(read(DEPLOY / "kustomize" / "base" / "statefulset.yaml"))
     assert pod["securityContext"]["runAsNonRoot"]
