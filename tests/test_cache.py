@@ -31,6 +31,8 @@ from PIL import Image
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.cli.arguments import parse
+from canvax.cli.serve import run
 from canvax.compile import aot, cache, key, programs
 from canvax.compile.aot import Build, find_entry, load_or_compile
 from canvax.compile.at_once import at_once
@@ -51,8 +53,13 @@ from canvax.parallel.rules import abstract_params
 from canvax.params import init_params
 from canvax.pipelines import generate
 from canvax.pipelines.request import Call, make_request
+from canvax.server.engine import ImageEngine
+from canvax.server.group import Group
+from canvax.server.models import ServedModel
+from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
 from tests.support.ip_adapter_files import encoder, ip_adapter
+from tests.support.serving import counted
 from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
 DRAW = """
@@ -831,3 +838,35 @@ def test_the_command_knows_networks(
     assert {build.program for build in builds} == set(made)
     with pytest.raises(canvax.InputError, match="no IP-Adapter"):
         base.compile(image_prompt=True)
+
+
+def test_a_start_after_compile_only_compiles_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``canvax serve --compile-only`` stores what the start of a server with the same flags looks for."""
+
+    class Begun(Exception):
+        pass
+
+    def begin(engine: ImageEngine) -> None:
+        engine._models.begin()
+        counts = counted(engine._metrics, "canvax_programs_compiled_total")
+        assert {"text encoder", "denoiser", "decoder"} <= {program for (program,) in counts}
+        assert set(counts.values()) == {0}
+        raise Begun
+
+    draw, arrays = Draw(1), {}
+    for (component, module), shape in layers(canvax.load("emoji").model.networks.specs()).items():
+        if component != "vae" and "attn" in module:
+            arrays |= {f"{component}.{module}{end}": array for end, array in lora(draw, shape).arrays.items()}
+    write(tmp_path / "ink.safetensors", arrays)
+    monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
+    monkeypatch.setattr(Programs, "_compile", instant)
+    monkeypatch.setattr(ServedModel, "time", lambda *_: None)  # these programs compute nothing
+    monkeypatch.setattr(Group, "summary", lambda _: "")
+    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)
+    monkeypatch.setattr(ImageEngine, "start", begin)
+    flags = ["serve", "emoji", "--warm", "64x64:1,16", "--chunks", "1", "2", "--lora-dir", str(tmp_path), "-q"]
+    assert main([*flags, "--compile-only"]) == 0
+    with pytest.raises(Begun):
+        run(parse([*flags, "--port", "0"]), {})

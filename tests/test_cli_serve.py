@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from canvax.cli import BAD_INPUT, FAILED, main
@@ -30,6 +31,8 @@ def nothing_starts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CANVAX_KEYS", raising=False)
     monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
+    monkeypatch.setattr("canvax.cli.serve._GPU", tmp_path / "no gpu")
+    monkeypatch.setattr("canvax.cli.serve.shutil.which", lambda name: None)
     if "slow" not in request.keywords:
 
         def started(self: Any) -> None:
@@ -92,6 +95,18 @@ def started_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int,
     with pytest.raises(Started):
         run(parse(list(arguments)), {})
     return ports[-1], seen[0]._settings
+
+
+def test_the_start_names_the_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    started_with(monkeypatch, "ui", "--port", "0")
+    assert f"devices: {len(jax.devices())} x cpu" in capsys.readouterr().err
+    started_with(monkeypatch, "ui", "--port", "0", "--mesh", "data=1")
+    assert "devices: 1 x cpu" in capsys.readouterr().err
+    monkeypatch.setattr("canvax.cli.serve._GPU", tmp_path)
+    with pytest.warns(UserWarning, match="NVIDIA"):
+        started_with(monkeypatch, "ui", "--port", "0")
 
 
 def test_the_page_has_one_port(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from canvax.compile import cache
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name != "kustomization.yaml")
+MANIFESTS = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name not in ("kustomization.yaml", "rules.yaml"))
 needs_schemas = pytest.mark.skipif(
     not (find_spec("kubernetes_validate") and find_spec("yaml")), reason="needs kubernetes-validate: pip install it"
 )
@@ -101,6 +101,12 @@ def test_serve_config(name: str) -> None:
     )  # fmt: skip
     assert wanted.imagine
     assert (wanted.least, wanted.most) == (worker["minReplicas"], worker["maxReplicas"])
+
+
+def test_rules_are_alerts() -> None:
+    (group,) = read(DEPLOY / "prometheus" / "rules.yaml")["groups"]
+    assert group["rules"]
+    assert all(rule.keys() - {"for"} == {"alert", "expr"} for rule in group["rules"])
 
 
 def test_pods_are_not_root() -> None:

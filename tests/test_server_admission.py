@@ -156,6 +156,7 @@ def test_a_rate_counts_images_that_are_accepted() -> None:
         with pytest.raises(Rejected) as refused:
             engine.submit(JobRequest("a lemon", n=2))
         assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+        assert "4 images" in refused.value.message
         assert refused.value.retry_after == pytest.approx(15, abs=1)
         engine.submit(JobRequest("a lemon"))
         engine.submit(JobRequest("a lemon", image=APPLE.copy(), upscale=1.5, steps=2, client="other"))

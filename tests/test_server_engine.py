@@ -698,8 +698,9 @@ def test_draining_finishes_what_was_accepted() -> None:
     jobs = [engine.submit(JobRequest("a red apple", seed=i, steps=6)) for i in range(4)]
     assert engine.drain(60)
     finished(jobs)
-    with pytest.raises(Rejected, match="shutting down"):
+    with pytest.raises(Rejected, match="shutting down") as refused:
         engine.submit(JobRequest("a red apple"))
+    assert "programs" not in refused.value.message  # of the start
     engine.close()
     late = started(warm=(Warm(None, (1,)),))
     job = late.submit(JobRequest("a red apple", steps=200))

@@ -36,7 +36,7 @@ from canvax.server.journal import APPLICATION, VERSION, Journal
 from canvax.server.metrics import Metrics
 from tests.support.serve_process import serving
 from tests.support.server_stub import StubEngine, accept, drawn
-from tests.support.serving import b64, until
+from tests.support.serving import b64, counted, until
 
 
 def image(mode: str) -> Image.Image:
@@ -211,6 +211,18 @@ def test_what_is_forgotten_is_gone_with_its_space(path: Path, monkeypatch: pytes
         journal.forget(jobs[-1])
     with closing(sqlite3.connect(path)) as base:
         assert base.execute("SELECT count(*) FROM images").fetchone() == (0,)
+
+
+def test_a_job_that_fails_at_the_start_is_counted(path: Path) -> None:
+    """The alert for failures looks at the count itself then: there was no scrape before."""
+    with opened(path) as journal:
+        journal.accepted(deadly := job())
+        journal.begun(deadly)
+        journal.begun(deadly)
+    with opened(path) as journal, closing(JobStore(metrics := Metrics(), journal, 600.0, lambda job: None)) as book:
+        metrics.expect([deadly.model])
+        assert not list(book.recover(lambda job: None))
+        assert counted(metrics, "canvax_jobs_total")[deadly.model, "failed"] == 1
 
 
 def test_an_idempotency_key_outlives_its_server(path: Path) -> None:
@@ -427,6 +439,28 @@ def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
         assert refused.value.retry_after
         assert list(book.open()) == [first]
     assert [one.id for one in recovered(path)] == [first.id]
+
+
+def test_a_full_disk_is_logged_once_then_each_minute(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("canvax.server.journal.time.monotonic", lambda: clock[0])
+    with opened(path) as journal:
+        for lines in (1, 2, 3):
+            journal._base.execute("PRAGMA max_page_count = 40")
+            with pytest.raises(CanvaxError):
+                journal.accepted(job(JobRequest("long " * 10**5 * lines)))
+            for _ in range(3):
+                journal.check()
+                clock[0] += 1
+            assert len(caplog.records) == lines
+            clock[0] += 60
+            if lines == 2:  # there is room, and then none again
+                journal._base.execute("PRAGMA max_page_count = 4000")
+                journal.check()
+                assert journal.broken is None
+                clock[0] -= 60
 
 
 def test_after_the_end_nothing_is_written_and_nothing_raised(path: Path) -> None:

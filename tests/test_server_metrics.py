@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from canvax.server.metrics import Metrics
+from canvax.compile.aot import Build
+from canvax.server import adapter_cache, answers, engine, job_store, models
+from canvax.server.app import Settings, create_app
+from canvax.server.jobs import State
+from canvax.server.metrics import OUTCOMES, REASONS, Metrics
+from tests.support.server_stub import StubEngine
+from tests.support.serving import counted
 
 SERIES = {
     "canvax_build_info": ("gauge", {"version"}),
@@ -55,7 +64,7 @@ def metrics() -> Metrics:
     metrics.stepped("64x96", 4, 3, 5, 2.0)
     metrics.image("64x96", 64 * 96)
     metrics.conditions.labels("hit").inc()
-    metrics.compiled("denoiser", 3.0)
+    metrics.built(Build("denoiser", cached=False, seconds=3.0))
     metrics.memory.labels("0").set(1 << 30)
     return metrics
 
@@ -82,3 +91,52 @@ def test_what_a_step_and_an_image_count(metrics: Metrics) -> None:
     assert found["canvax_images_total", "64x96"] == 1
     assert found["canvax_pixels_total",] == 64 * 96
     assert found["canvax_compile_seconds_total", "denoiser"] == 3
+
+
+def test_series_that_alerts_watch_begin_at_zero() -> None:
+    """A series that begins at 1 has no increase, so an alert would miss the first failure."""
+    metrics = Metrics()
+    engine.ImageEngine(["emoji"], engine.EngineSettings(on_request=("more",)), metrics, pytest.fail)
+    over = counted(metrics, "canvax_jobs_total")
+    assert over == {(model, outcome): 0 for model in ("emoji", "more") for outcome in OUTCOMES}
+    assert counted(metrics, "canvax_jobs_accepted_total") == {("emoji",): 0, ("more",): 0}
+    assert counted(metrics, "canvax_jobs_refused_total") == {(reason,): 0 for reason in REASONS}
+    metrics.built(Build("denoiser", cached=True, seconds=3.0))
+    for name in ("canvax_programs_compiled_total", "canvax_compile_seconds_total"):
+        assert counted(metrics, name) == {("denoiser",): 0}
+
+
+def test_reasons_are_those_of_the_engine() -> None:
+    """Every code with which a module behind ``submit`` refuses a job begins at 0."""
+    codes = {str(state) for state in State if state is not State.READY}
+    for module in (adapter_cache, engine, job_store, models):
+        assert module.__file__
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Rejected":
+                codes |= {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
+    parts = {f"{part}_{why}" for part in (models.VAE, models.CONTROLNET) for why in ("not_found", "unusable")}
+    assert codes | parts | {"invalid_value"} == set(REASONS)
+
+
+def test_codes_are_on_the_page() -> None:
+    """Every code of an error is in the table of docs/serving.md."""
+    codes = {*REASONS, *answers._STATUSES, "method_not_allowed", "not_found", "invalid_request"}
+    for path in Path(models.__file__ or "").parent.glob("*.py"):
+        codes |= set(re.findall(r'Rejected\(\s*\w+, "(\w+)"', path.read_text()))
+    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    assert not {code for code in codes if f"`{code}`" not in page.partition("## Errors")[2].partition("\n## ")[0]}
+
+
+def test_alerts_watch_series_that_are_there() -> None:
+    """Every metric of the alerts is served from the start, with the labels that they name."""
+    metrics = Metrics()
+    stub = StubEngine(metrics=metrics)
+    metrics.expect(["emoji"])
+    metrics.built(Build("denoiser", cached=True))
+    create_app(stub, Settings(), state=lambda: State.READY, metrics=metrics)
+    served = [one for family in text_string_to_metric_families(metrics.text().decode()) for one in family.samples]
+    rules = (Path(__file__).parent.parent / "deploy/prometheus/rules.yaml").read_text()
+    watched = re.findall(r'((?:canvax|process)_\w+)(?:\{(\w+)="(\w+)"\})?', rules)
+    assert len({name for name, *_ in watched}) == 8
+    for name, label, value in watched:
+        assert any(one.name == name and one.labels.get(label, "") == value for one in served), name

@@ -23,6 +23,7 @@ import httpx2 as httpx
 import numpy as np
 import uvicorn
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
 import canvax
@@ -112,6 +113,12 @@ def generating(
             yield base, engine
     finally:
         engine.close()
+
+
+def counted(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """The values of a metric by its labels."""
+    families = text_string_to_metric_families(metrics.text().decode())
+    return {tuple(one.labels.values()): one.value for family in families for one in family.samples if one.name == name}
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def build_parser() -> Parser:
         "compile",
         help="compile a model's programs in advance",
         description="Compile the programs of a model and cache them, without reading its weights or generating "
-        "images.",
+        "images. For a server: canvax serve --compile-only, with the server's flags.",
     ))  # fmt: skip
     _convert(commands.add_parser(
         "convert",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from canvax.cli.loading import check_ip_adapters, load_with
 from canvax.cli.plan import check_sides, parse_references, parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
+
+if TYPE_CHECKING:
+    from canvax.compile.aot import Build
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -28,6 +32,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     pipe = load_with(arguments, weights=False)
     model = pipe.model
     report["programs"] = built = []
+    all_builds: list[Build] = []
     tall, wide = model.native_size
     if arguments.width or arguments.height or not sizes:
         sizes.append((arguments.width or wide, arguments.height or tall))
@@ -46,13 +51,19 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 references=references,
                 progress=not arguments.quiet,
             )
+            all_builds += builds
             for build in builds:
                 sized = {} if build.program == "text encoder" else {"width": width, "height": height}
                 built.append({"program": build.program, **sized, "batch": batch, "cached": build.cached,
                               "seconds": build.seconds, "bytes": build.size})  # fmt: skip
     if not arguments.json:
         _print(built)
-    if not all(program["cached"] or program["bytes"] for program in built):
+    check_kept(all_builds)
+
+
+def check_kept(builds: Iterable[Build]) -> None:
+    """Raise a ``CanvaxError`` if a program is not in the cache."""
+    if not all(build.cached or build.size for build in builds):
         raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
 
 

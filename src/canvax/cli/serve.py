@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.call import LOCATION, PARTS
 from canvax.cli import BAD_INPUT, FAILED, debugging
+from canvax.cli.compile import check_kept
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
@@ -34,7 +36,10 @@ from canvax.images.metadata import read_metadata, unique_path
 from canvax.weights.data_folder import data_folder, lora_folder, usual_syntax
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from canvax.call import Load
+    from canvax.compile.aot import Build
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.server.engine import EngineSettings, ImageEngine
 
@@ -48,6 +53,7 @@ _MOST_LINES = 5
 _LEAST_BODY = 1 << 10
 """The smallest limit for the bytes of a request."""
 
+_GPU = Path("/dev/nvidia0")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"\*|[\w.-]+|\[[0-9a-f:.]+\]", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[\w.-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?", re.ASCII)
@@ -95,7 +101,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if usual.dtype is not None:
         parse_dtype(usual.dtype, quantizes=True)
     check_precision(usual.precision)
-    mesh_of(usual.mesh)
+    mesh = mesh_of(usual.mesh)
     check_ip_adapters(arguments)
     settings = replace(_engine_settings(arguments, output), on_request=on_request)
     web = Settings(
@@ -110,6 +116,14 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         syntax=usual_syntax(),
         left_out=left_out if opens_page else {},  # the names of an operator's files are not for clients
     )
+
+    def load(name: str, *, weights: bool = True, **pinned: Any) -> Any:
+        parts = {} if name in names else dict.fromkeys(PARTS)
+        asked = replace(usual, model=names.get(name, name), **parts, **pinned)
+        return load_with(arguments, asked, weights=weights)
+
+    if arguments.compile_only:
+        return _compile(list(names), settings, load, _devices(mesh), quiet=arguments.quiet)
     with listen(arguments.host, arguments.port, spare=opens_page) as listener, _errors_logged(arguments):
         _log_to_stderr(quiet=arguments.quiet or opens_page)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
@@ -119,11 +133,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         journal = Journal(named_path("journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
 
-        def load(name: str, *, weights: bool = True, **pinned: Any) -> Any:
-            parts = {} if name in names else dict.fromkeys(PARTS)
-            asked = replace(usual, model=names.get(name, name), **parts, **pinned)
-            return load_with(arguments, asked, weights=weights)
-
         engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
         app = create_app(engine, web, state=engine.readiness, metrics=metrics)
         host, port = listener.getsockname()[:2]
@@ -131,6 +140,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if opens_page and arguments.port is None and port != PORT:
             say(f"port {PORT} is taken, perhaps by another canvax ui; the images kept in its page are not on this one")
         say(f"starting on {url}")
+        say(_devices(mesh))
         if output is not None:
             say(f"images are saved in {output.absolute()}")
         for line in [*([why] if first else []), *_left_out_lines(left_out)]:
@@ -139,6 +149,29 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if opens_page:
             threading.Thread(target=_open_page, args=((host, port), url, say), daemon=True).start()
         answer(app, listener, engine, arguments.drain_seconds, say)
+
+
+def _compile(
+    names: list[str], settings: EngineSettings, load: Callable[..., Any], devices: str, *, quiet: bool
+) -> None:
+    """Compile the programs of a start, or load them from the cache."""
+    from canvax.server.models import Announcer, ModelSet
+
+    say: Callable[[str], None] = (lambda text: None) if quiet else complain
+    say(devices)
+    builds: list[Build] = []
+    ModelSet(names, load, settings, say, Announcer(say, builds.append, lambda: None)).compile()
+    check_kept(builds)
+    say(f"{len(builds)} programs are ready; {sum(build.cached for build in builds)} were in the cache")
+
+
+def _devices(mesh: Mesh) -> str:
+    """Return a line about the devices; warn if they are CPUs next to an NVIDIA GPU."""
+    kinds = Counter(device.device_kind for device in mesh.devices.flat)
+    if mesh.devices.flat[0].platform == "cpu" and (_GPU.exists() or shutil.which("nvidia-smi")):
+        warn("this machine has an NVIDIA GPU, and JAX uses the CPU; check pip install '.[cuda]', the driver "
+             "(nvidia-smi) and the variable JAX_PLATFORMS")  # fmt: skip
+    return f"devices: {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}"
 
 
 def first_model(offered: Mapping[str, Path], output: Path | None) -> tuple[list[str], str]:

@@ -44,6 +44,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="also serve other sizes, second passes and more reference images, up to 4 times the pixels of --warm; "
         "their first request waits for the compiler (ui: yes; serve: no)",
     )  # fmt: skip
+    parser.add_argument(
+        "--compile-only", action="store_true",
+        help="compile the programs of a start with these flags, without weights, and end: the start then compiles none",
+    )  # fmt: skip
     _network(parser.add_argument_group("network"))
     _limits(parser.add_argument_group("limits"))
     add_load(parser, without=("model",), help={

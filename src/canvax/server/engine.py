@@ -102,11 +102,12 @@ class ImageEngine:
         self._state = State.STARTING
         self.failure: BaseException | None = None
         self._settings, self._metrics, self._say = settings, metrics, say
-        self._announcer = Announcer(say, metrics.compiled, self._tell_compiling)
+        self._announcer = Announcer(say, metrics.built, self._tell_compiling)
         self._models = ModelSet(names, load, settings, say, self._announcer)
         self._book = JobStore(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = self._book.changed
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
+        metrics.expect((*names, *settings.on_request))
         metrics.journal.set_function(self._book.records)
         self._items: dict[str, list[Item]] = {}
         self._suspects: list[Job] = []
@@ -318,7 +319,8 @@ class ImageEngine:
                 why = "the images that were sent for jobs that wait take too much memory; try again later"
                 raise Rejected(429, "queue_full", why, retry_after=wait)
         if self._rates and (wait := self._rates.wait(job_request.client, images)):
-            raise Rejected(429, "rate_limit_exceeded", "too many images a minute; see Retry-After", retry_after=wait)
+            why = f"a client may ask for {self._settings.rate:g} images a minute; see Retry-After"
+            raise Rejected(429, "rate_limit_exceeded", why, retry_after=wait)
         return room
 
     def _cancel(self, job: Job) -> None:

@@ -93,6 +93,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, rules: Rules, wrong: Wrong, metrics: Metrics) -> None:
         self._app, self._rules, self._wrong, self._metrics = app, rules, wrong, metrics
+        metrics.expect(routes=("/", *rules.prefixes, "other"))
         self._probed: dict[str, int] = {}
         self._load = _Load(BODIES * rules.max_body)
 

@@ -151,11 +151,12 @@ class JobStore:
         Raises:
             Rejected: the job cannot be written.
         """
+        if self._journal is None:
+            return
         try:
-            if self._journal:
-                self._journal.accepted(job)
+            self._journal.accepted(job)
         except CanvaxError as error:
-            log.error("journal: %s", error)
+            self._journal.log(error)
             raise Rejected(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
 
     def enter(self, job: Job) -> None:

@@ -509,10 +509,11 @@ _UNREADY = {
 
 
 def check_ready(state: State, progress: str = "") -> None:
-    """Refuse a request that an engine in this state cannot take; ``progress`` says how far it is."""
+    """Refuse a request that an engine in this state cannot take; ``progress`` says how far a start is."""
     if state is not State.READY:
         words, wait = _UNREADY[state]
-        raise Rejected(503, state, f"{words} ({progress})" if progress else words, retry_after=wait)
+        progress = f" ({progress})" if progress and state is State.STARTING else ""
+        raise Rejected(503, state, f"{words}{progress}", retry_after=wait)
 
 
 class Engine(Protocol):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import math
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -27,6 +29,9 @@ APPLICATION, VERSION = 0x63_76_78_6A, 1
 
 TIDY = 64
 """Jobs that are forgotten before their space is given back: it means moving pages of the file."""
+
+_REPEAT = 60.0
+"""Seconds after which the log says again that nothing can be written."""
 
 _IMAGES = ("image", "mask")
 _PNG = "image/png"
@@ -73,6 +78,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.broken: str | None = None
         self._failed = 0  # bytes of the largest write that did not succeed
+        self._logged = -math.inf
         self._path, self._lock, self._forgotten, self._made = path, threading.Lock(), 0, False
         self._closed = False
         try:
@@ -246,6 +252,12 @@ class Journal:
         try:
             yield
         except CanvaxError as error:
+            self.log(error)
+
+    def log(self, error: CanvaxError) -> None:
+        """Log an error of a write: one each minute while nothing can be written."""
+        if (now := time.monotonic()) - self._logged >= _REPEAT:
+            self._logged = now
             log.error("%s", error)
 
     def _write(self, statement: str, row: Sequence[Any], *, waits: bool = False) -> None:
@@ -267,7 +279,7 @@ class Journal:
             self.broken, self._failed = f"journal {self._path}: cannot be written ({error})", max(self._failed, size)
             raise CanvaxError(self.broken) from None
         if size >= self._failed:
-            self.broken, self._failed = None, 0
+            self.broken, self._failed, self._logged = None, 0, -math.inf
 
     def _encoded(self, value: Any) -> bytes:
         try:

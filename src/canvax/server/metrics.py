@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -18,8 +18,18 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from canvax._version import __version__
 from canvax.compile import monitor
+from canvax.compile.aot import Build
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+OUTCOMES = ("done", "failed", "cancelled", "parked")
+REASONS = (
+    "adapter_not_found", "adapter_unusable", "controlnet_not_found", "controlnet_unusable", "draining", "failed",
+    "invalid_value", "key_reused", "model_not_found", "model_unavailable", "not_compiled", "not_recorded",
+    "prompt_too_long", "queue_full", "rate_limit_exceeded", "size_not_ready", "starting", "too_large", "too_late",
+    "vae_not_found", "vae_unusable",
+)  # fmt: skip
+"""Codes with which an engine refuses jobs."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200)
 
@@ -28,6 +38,7 @@ class Metrics:
     """The metrics of one server, in a separate registry.
 
     Counters, gauges and histograms that are counted in one place are attributes; the methods count several at once.
+    Counters whose labels are known begin at 0: Prometheus sees no increase in a series that begins at 1.
     """
 
     def __init__(self) -> None:
@@ -42,6 +53,8 @@ class Metrics:
         self._request_seconds = time("canvax_request_seconds", "From a request to the end of its answer.", ["route"])
         self.submitted = count("canvax_jobs_accepted_total", "Jobs that were accepted.", ["model"])
         self.refused = count("canvax_jobs_refused_total", "Jobs that were not.", ["reason"])
+        for reason in REASONS:
+            self.refused.labels(reason)
         self._over = count("canvax_jobs_total", "Jobs that are over.", ["model", "outcome"])
         self._job_seconds = time("canvax_job_seconds", "From accepting a job to its end.", ["model", "outcome"])
         self.waited = time("canvax_queue_seconds", "From accepting an image to its first step.")
@@ -77,6 +90,15 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def expect(self, models: Iterable[str] = (), routes: Iterable[str] = ()) -> None:
+        """Begin to count the jobs of these models, and the server's own errors on these routes."""
+        for route in routes:
+            self._requests.labels(route, "500")
+        for model in models:
+            self.submitted.labels(model)
+            for outcome in OUTCOMES:
+                self._over.labels(model, outcome)
+
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a request that was answered; ``route`` is the beginning of its path."""
         self._requests.labels(route, str(status)).inc()
@@ -100,10 +122,10 @@ class Metrics:
         self._images.labels(size).inc()
         self._pixels.inc(pixels)
 
-    def compiled(self, program: str, seconds: float) -> None:
-        """Count a program that was compiled."""
-        self._compiled.labels(program).inc()
-        self._compile_seconds.labels(program).inc(seconds)
+    def built(self, build: Build) -> None:
+        """Count a program that was compiled; one from the cache counts 0."""
+        self._compiled.labels(build.program).inc(not build.cached)
+        self._compile_seconds.labels(build.program).inc(0 if build.cached else build.seconds or 0)
 
 
 def _made(kind: Any, registry: CollectorRegistry, **options: Any) -> Callable[..., Any]:

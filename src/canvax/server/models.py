@@ -522,10 +522,8 @@ class Announcer:
         progress: how many programs of a size are ready, such as "3 of 7 programs".
     """
 
-    def __init__(
-        self, say: Callable[[str], None], compiled: Callable[[str, float], None], changed: Callable[[], None]
-    ) -> None:
-        self._say, self._compiled, self._changed = say, compiled, changed
+    def __init__(self, say: Callable[[str], None], built: Callable[[Build], None], changed: Callable[[], None]) -> None:
+        self._say, self._built, self._changed = say, built, changed
         self._ready = self._all = 0
         self.progress = ""
 
@@ -542,8 +540,8 @@ class Announcer:
         self._ready += 1
         self.progress = f"{self._ready} of {max(self._ready, self._all)} programs"
         self._changed()
+        self._built(build)
         if not build.cached:
-            self._compiled(build.program, build.seconds)
             self._say(f"compiled the {build.program} in {build.seconds:.1f} s, {self.progress} ready")
 
 
@@ -671,21 +669,32 @@ class ModelSet:
                 self._say(served.shelf.summary())
             for line in served.embeddings.summary().splitlines():
                 self._say(line)
-            for size, batches in served.sizes(self._warm):
-                most = self._settings.references if served.model.networks.denoiser.facts.edits else 0
-                for chunks, references in product(self._settings.chunks, range(1 + most)):
-                    options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
-                    checked = sample(name, served.model, *size, **options)
-                    group = served.build(checked.group, batches, self._announce)
-                    if served.model.networks.controls or served.model.networks.ip_adapters:
-                        served.warm(sample(name, served.model, *size, **options, shown=True), group)
-                    served.time(checked, group)
-                    self.add(group)
-                    self._kept.add(group.key)
-                    self._say(group.summary())
+            for request, group in self._groups(served):
+                if served.model.networks.controls or served.model.networks.ip_adapters:
+                    served.warm(request(shown=True), group)
+                served.time(request(), group)
+                self.add(group)
+                self._kept.add(group.key)
+                self._say(group.summary())
         self._show_cards()
         for name in () if self._settings.on_request else self._names:  # ``_load_again`` has begun those that it loaded
             self._hash(self._served[name])
+
+    def compile(self) -> None:
+        """Make the programs of ``begin`` from shapes, for the cache: no weights are read."""
+        for name in self._names:
+            self._say(f"reading {name}")
+            for _ in self._groups(ServedModel(name, self._load, self._settings.adapters, weights=False)):
+                pass
+
+    def _groups(self, served: ServedModel) -> Iterator[tuple[Callable[..., Checked], Group]]:
+        """Yield the groups of a model at the start, with their programs, each with ``sample`` for its requests."""
+        most = self._settings.references if served.model.networks.denoiser.facts.edits else 0
+        for size, batches in served.sizes(self._warm):
+            for chunks, references in product(self._settings.chunks, range(1 + most)):
+                options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
+                request = partial(sample, served.name, served.model, *size, **options)
+                yield request, served.build(request().group, batches, self._announce)
 
     def _show_cards(self) -> None:
         most = MOST_REFERENCES if self._settings.compile_on_demand else self._settings.references
