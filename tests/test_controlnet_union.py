@@ -136,7 +136,7 @@ def test_files(base: canvax.Pipeline, folder: Path, pipe: Any, tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     for change, message in (
         ({"_class_name": "ControlNetModel"}, None),  # as the first released files have it
-        ({"num_trans_channel": 16}, "num_trans_channel 16 and num_proj_channel 8 beside block_out_channels that begin"),
+        ({"num_trans_channel": 16}, "num_trans_channel"),
         ({"num_control_type": 7}, r"task_embedding.*\(8, 8\)"),
         ({"num_control_type": "all"}, "num_control_type"),
         ({"addition_time_embed_dim": None}, "addition_time_embed_dim"),

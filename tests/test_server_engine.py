@@ -792,7 +792,7 @@ def test_compiling_on_demand_is_bounded(engine: ImageEngine, monkeypatch: pytest
         raise canvax.CheckpointError("not today")
 
     monkeypatch.setattr(engine, "_settings", EngineSettings(compile_on_demand=True, queue_images=4))
-    monkeypatch.setattr(engine._models, "_on_demand", True)
+    monkeypatch.setattr(engine._models, "_settings", engine._settings)
     monkeypatch.setattr(engine._models, "build", build)
     for too_much, code in ({"width": 2048}, "size_not_ready"), ({"width": 72, "n": 5}, "invalid_value"):
         with pytest.raises(Rejected) as refused:

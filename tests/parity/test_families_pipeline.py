@@ -488,7 +488,7 @@ def test_small_images_have_short_texts(model: Model) -> None:
     assert lengths == [(least,), (least,), (128,), (128,)]
     text = ours.networks.text.without_short()
     usual = replace(ours, networks=replace(ours.networks, text=text))
-    pipe = canvax.Pipeline(usual, model.ours.programs, model.ours.params)
+    pipe = canvax.Pipeline(usual, replace(model.ours.programs, _compiled={}), model.ours.params)
     asked: dict[str, Any] = {"prompt": ["a fox", "hen"], "guidance_scale": 2.0, "negative_prompt": ["", "red"]}
     short, long = model.draw(**asked), model.draw(pipe, **asked)
     assert long.compilations > 0
