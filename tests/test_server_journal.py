@@ -34,6 +34,7 @@ from canvax.server.job_store import KEPT_BYTES, JobStore
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, PromptImage, Rejected, Status
 from canvax.server.journal import APPLICATION, VERSION, Journal
 from canvax.server.metrics import Metrics
+from tests.support.bundled import PACKAGED
 from tests.support.serve_process import serving
 from tests.support.server_stub import StubEngine, accept, drawn
 from tests.support.serving import b64, counted, until
@@ -658,7 +659,7 @@ def test_kills_of_a_server_in_the_middle(tmp_path: Path) -> None:
             time.sleep(rng.uniform(0, 1.5))
             served.send(signal.SIGKILL)
             assert served.ended() == -signal.SIGKILL
-    pipe = canvax.load("emoji", progress=False, mesh=canvax.make_mesh(jax.devices()[:1]))
+    pipe = canvax.load(PACKAGED, progress=False, mesh=canvax.make_mesh(jax.devices()[:1]))
     with serving("--journal", "jobs.db", "--keep-seconds", "86400", cwd=tmp_path) as served, served.ready() as http:
         for name, body in asked.items():
             until(lambda name=name: http.get(f"/api/jobs/{name}").json()["status"] in ("done", "failed"), 120)
