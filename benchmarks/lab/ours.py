@@ -245,7 +245,7 @@ def _picture_flops(job: Asked, pipe: canvax.Pipeline) -> float:
         if part in DENOISERS and not clip_configs(model.text):
             denoiser, (x, _, conditions) = model.networks.denoiser, arguments
             packing = denoiser.facts.packing
-            sizes = {name: jnp.full(len(x), size, jnp.int32) for name, size in packing.sizes(x.shape[2]).items()}
+            sizes = packing.sizes(len(x), x.shape[2])
             prepare = partial(denoiser.prepare, latents=packing.shape(x.shape))
             total -= (times - 1) * _flops(prepare, params[denoiser.component], ({**conditions, **sizes},))
     return total

@@ -140,9 +140,7 @@ def denoise(
         )
         if flight.known is not None:
             denoised = _blend_known(denoised, flight.known, row["progress"])
-        noise = jax.lax.cond(
-            shared["noisy"], lambda: step_noise(flight.keys, row["row"], tuple(shape)), lambda: jnp.zeros_like(denoised)
-        )
+        noise = row_noise(flight.keys, row["row"], shared["noisy"], denoised)
         return next_state(row["M"], state, denoised, noise), denoised, memory
 
     with jax.named_scope("denoise"):
@@ -182,6 +180,12 @@ def evaluated(
     output, memory = denoiser.apply(params, seen, {**rows, **shared}, prepared, memory)
     outputs = output.astype(jnp.float32).reshape(len(x), count, *x.shape[1:])
     return guided(guidance, x, outputs, row), memory
+
+
+def row_noise(keys: Array, rows: Array, noisy: Array, latents: Array) -> Array:
+    """Return ``step_noise`` of the shape of latents, or zeros if no image is ``noisy`` in this row."""
+    shape = latents.shape[1:]
+    return jax.lax.cond(noisy, lambda: step_noise(keys, rows, shape), lambda: jnp.zeros_like(latents))
 
 
 def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:

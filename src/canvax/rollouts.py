@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.denoise import evaluated, neighbours, next_state, step_noise
+from canvax.denoise import evaluated, neighbours, next_state, row_noise
 from canvax.errors import InputError, check_function
 from canvax.guidance import PLAIN, Alone, Guidance, conditions_of, filled_columns
 from canvax.models.denoiser import Conditions
@@ -145,7 +145,7 @@ def rollout(
     rule = guidance if len(prompts) > 1 else Alone()
     net.check_roles(rule.samples)
     height, width = noise.shape[1:3]
-    sizes = {name: jnp.full(batch, number, jnp.int32) for name, number in packing.sizes(width).items()}
+    sizes = packing.sizes(batch, width)
     texts = [{**{name: _each(name, array, batch) for name, array in prompt.items()}, **sizes} for prompt in prompts]
     samples = conditions_of(rule, texts, batch)
     packed = packing.pack(jnp.asarray(noise, jnp.float32))
@@ -168,11 +168,7 @@ def rollout(
         denoised, _ = evaluated(
             weights, state[:, 0], None, each, shared, denoiser=denoiser, guidance=rule, prepared=prepared
         )
-        fresh = jax.lax.cond(
-            shared["noisy"],
-            lambda: step_noise(words, each["row"], packed.shape[1:]),
-            lambda: jnp.zeros_like(denoised),
-        )
+        fresh = row_noise(words, each["row"], shared["noisy"], denoised)
         after = next_state(each["M"], state, denoised, fresh)
         if record is None:
             return after, None

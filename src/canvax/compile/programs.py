@@ -180,7 +180,7 @@ class Programs:
             denoiser = add.around(denoiser, networks)
         text = self._text(kinds).conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         reads = denoiser.inputs(loop, text, dtypes.__getitem__)
-        sizes = dict.fromkeys(networks.packing.sizes(site.latents[2]), jax.ShapeDtypeStruct((batch,), jnp.int32))
+        sizes = jax.eval_shape(lambda: networks.packing.sizes(batch, site.latents[2]))
         conditions = {**text, **reads.conditions, **sizes}
         if kinds.places is not None:
             conditions[ADAPTERS] = jax.ShapeDtypeStruct((batch, kinds.places.count), jnp.float32)

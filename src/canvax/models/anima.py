@@ -20,7 +20,7 @@ from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Factor, Ids, Layers
-from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
+from canvax.models.denoiser import COLUMNS, Facts, Packing, Row, TransformerDenoiser
 from canvax.models.dit import (
     IMAGE,
     Rope,
@@ -362,7 +362,7 @@ class AnimaText(TextEncoders):
 
 
 @dataclass(frozen=True)
-class CosmosDenoiser(Denoiser):
+class CosmosDenoiser(TransformerDenoiser):
     """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
@@ -372,10 +372,6 @@ class CosmosDenoiser(Denoiser):
 
     cfg: CosmosConfig
     turbo: bool = False
-
-    @property
-    def component(self) -> str:
-        return "transformer"
 
     @property
     def spec(self) -> Spec:

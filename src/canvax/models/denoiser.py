@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from canvax.errors import InputError
 from canvax.models.configs import UNetConfig
@@ -31,7 +32,7 @@ from canvax.models.unet import (
 )
 from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
-from canvax.types import Array, DType
+from canvax.types import Array, DType, HostArray
 
 ROLES = ("NEGATIVE", "PROMPT", "PERTURBED")
 NEGATIVE, PROMPT, PERTURBED = range(3)
@@ -76,9 +77,9 @@ class Packing:
         """Height and width of latents must be multiples of this."""
         return max(1, self.patch)
 
-    def sizes(self, width: int) -> dict[str, int]:
-        """Return the conditions that give the width of latents."""
-        return {COLUMNS: width // self.patch} if self.patch else {}
+    def sizes(self, batch: int, width: int) -> dict[str, HostArray]:
+        """Return the conditions [B] that give the width of latents."""
+        return {COLUMNS: np.full(batch, width // self.patch, np.int32)} if self.patch else {}
 
     def shape(self, latents: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that latents [..., h, w, C] have in the loop."""
@@ -199,6 +200,14 @@ class Denoiser(Protocol):
         ...
 
 
+class TransformerDenoiser(Denoiser):
+    """A denoiser whose parameters are the component ``transformer``."""
+
+    @property
+    def component(self) -> str:
+        return "transformer"
+
+
 class Extras(NamedTuple):
     """Requests of a wrapper to the denoiser's evaluation; ``Facts.offers`` lists those that a denoiser supports.
 
@@ -255,7 +264,7 @@ def evaluate(denoiser: Denoiser, p: Params, latents: Array, timestep: Array, con
         The network's output [B, h, w, C].
     """
     packing, (batch, height, width, _) = denoiser.facts.packing, latents.shape
-    sizes = {name: jnp.full(batch, number, jnp.int32) for name, number in packing.sizes(width).items()}
+    sizes: dict[str, Any] = packing.sizes(batch, width)
     sizes |= {} if "role" in conditions else {"role": jnp.full(batch, PROMPT, jnp.int32)}
     x = packing.pack(latents)
     prepared = denoiser.prepare(p, {**conditions, **sizes}, x.shape)

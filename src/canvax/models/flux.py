@@ -19,7 +19,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Layers
-from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Inputs, Packing, Row, Shapes
+from canvax.models.denoiser import COLUMNS, REFERENCES, Facts, Inputs, Packing, Row, Shapes, TransformerDenoiser
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -315,7 +315,7 @@ class FluxText(TextEncoders):
 
 
 @dataclass(frozen=True)
-class FluxDenoiser(Denoiser):
+class FluxDenoiser(TransformerDenoiser):
     """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
@@ -325,10 +325,6 @@ class FluxDenoiser(Denoiser):
 
     cfg: FluxConfig
     edits: bool = False
-
-    @property
-    def component(self) -> str:
-        return "transformer"
 
     @property
     def spec(self) -> Spec:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
-from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Packing, Row
+from canvax.models.denoiser import COLUMNS, REFERENCES, Facts, Packing, Row, TransformerDenoiser
 from canvax.models.dit import (
     Rope,
     axes_faults,
@@ -217,7 +217,7 @@ def flux2(
 
 
 @dataclass(frozen=True)
-class Flux2Denoiser(Denoiser):
+class Flux2Denoiser(TransformerDenoiser):
     """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
@@ -227,10 +227,6 @@ class Flux2Denoiser(Denoiser):
 
     cfg: Flux2Config
     is_distilled: bool = False
-
-    @property
-    def component(self) -> str:
-        return "transformer"
 
     @property
     def spec(self) -> Spec:

@@ -19,7 +19,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
-from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Inputs, Packing, Row, Shapes
+from canvax.models.denoiser import COLUMNS, REFERENCES, Facts, Inputs, Packing, Row, Shapes, TransformerDenoiser
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -294,7 +294,7 @@ def _select(kind: Array, parts: Sequence[Array]) -> Array:
 
 
 @dataclass(frozen=True)
-class Flux3Denoiser(Denoiser):
+class Flux3Denoiser(TransformerDenoiser):
     """The transformer in the loop; it predicts the velocity of a flow, or its mean over a step.
 
     Attributes:
@@ -302,10 +302,6 @@ class Flux3Denoiser(Denoiser):
     """
 
     cfg: Flux3Config
-
-    @property
-    def component(self) -> str:
-        return "transformer"
 
     @property
     def spec(self) -> Spec:

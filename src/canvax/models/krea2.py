@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from canvax.errors import CheckpointError
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
+from canvax.models.denoiser import COLUMNS, Facts, Packing, Row, TransformerDenoiser
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -247,7 +247,7 @@ def _block(
 
 
 @dataclass(frozen=True)
-class Krea2Denoiser(Denoiser):
+class Krea2Denoiser(TransformerDenoiser):
     """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
@@ -255,10 +255,6 @@ class Krea2Denoiser(Denoiser):
     """
 
     cfg: Krea2Config
-
-    @property
-    def component(self) -> str:
-        return "transformer"
 
     @property
     def spec(self) -> Spec:

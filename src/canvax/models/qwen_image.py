@@ -19,7 +19,7 @@ from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Epsilon, Layers
-from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Packing, Row
+from canvax.models.denoiser import COLUMNS, REFERENCES, Facts, Packing, Row, TransformerDenoiser
 from canvax.models.dit import (
     Rope,
     attend_in_order,
@@ -319,7 +319,7 @@ def _image_block(
 
 
 @dataclass(frozen=True)
-class QwenImageDenoiser(Denoiser):
+class QwenImageDenoiser(TransformerDenoiser):
     """The transformer inside the loop. It gives the velocity of a flow.
 
     Attributes:
@@ -331,10 +331,6 @@ class QwenImageDenoiser(Denoiser):
     cfg: QwenImageConfig
     distilled: bool = False
     edits: bool = False
-
-    @property
-    def component(self) -> str:
-        return "transformer"
 
     @property
     def spec(self) -> Spec:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
+from canvax.models.denoiser import COLUMNS, Facts, Packing, Row, TransformerDenoiser
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -228,7 +228,7 @@ def _modulation(p: Params, time: Array) -> Modulation:
 
 
 @dataclass(frozen=True)
-class ZImageDenoiser(Denoiser):
+class ZImageDenoiser(TransformerDenoiser):
     """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
@@ -236,10 +236,6 @@ class ZImageDenoiser(Denoiser):
     """
 
     cfg: ZImageConfig
-
-    @property
-    def component(self) -> str:
-        return "transformer"
 
     @property
     def spec(self) -> Spec:

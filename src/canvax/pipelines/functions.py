@@ -38,7 +38,7 @@ from canvax.pipelines.texts import Wording, read_texts
 from canvax.prompts.grammar import PromptSyntax
 from canvax.quantize import compute_dtype
 from canvax.rollouts import Start
-from canvax.types import Array
+from canvax.types import Array, HostArray
 
 _encode_text = jitted(encode_text, static_argnames="cfg")
 _encode_each = jitted(encode_each, static_argnames="cfg")
@@ -70,15 +70,23 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError("prompt", "adds prompts up (AND)", cure="encode each of them", value=prompt)
-    conditions = _encoded(model, params, texts.stages[0].parts[0], model.text.fit(texts.lengths))
     (tall, wide), factor = model.native_size, model.networks.size_step
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
-    numbers, _ = model.size_conditions(*size, {})
-    conditions |= {name: jnp.tile(jnp.asarray(row), (len(prompts), 1)) for name, row in numbers.items()}
+    scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
+    lengths = model.text.fit(texts.lengths)
+    conditions = _encoded(model, params, texts.stages[0].parts[0], lengths)
+    return _completed(model, conditions, model.size_conditions(*size, {})[0], scale)
+
+
+def _completed(
+    model: Model, conditions: dict[str, Any], numbers: Mapping[str, HostArray], guidance: float
+) -> dict[str, Any]:
+    """Add the conditions of the size, and the guidance scale for a network that reads it, to those of texts."""
+    count = len(conditions["text"])
+    added = {name: jnp.tile(jnp.asarray(row), (count, 1)) for name, row in numbers.items()}
     if model.networks.embeds_guidance:
-        scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
-        conditions["guidance"] = jnp.full(len(prompts), scale, jnp.float32)
-    return conditions
+        added["guidance"] = jnp.full(count, guidance, jnp.float32)
+    return {**conditions, **added}
 
 
 def _encoded(model: Model, params: Params, wordings: Sequence[Wording], lengths: Sequence[int]) -> dict[str, Any]:
@@ -107,21 +115,16 @@ def start(model: Model, params: Params, request: Request, mesh: Mesh) -> Start:
         if value:
             what = "has conditions, AND or texts by step" if name == "prompt" else "is set"
             raise InputError(name, f"{what}, which rollout does not read", cure="leave it out, or call the pipeline")
-    sizes = model.size_conditions(request.height, request.width, options.changed())
-    sides = [(stages[0].parts[0], sizes[0])]
+    numbers, of_negative = model.size_conditions(request.height, request.width, options.changed())
+    positive = _encoded(model, params, stages[0].parts[0], request.lengths)
+    sides = [(positive, numbers)]
     if request.guided:
-        sides.insert(0, (stages[0].negatives, sizes[1]))
-    conditions, count = [_encoded(model, params, texts, request.lengths) for texts, _ in sides], len(request.prompts)
-    if request.guided and request.zeros:
-        conditions[0] = jax.tree.map(jnp.zeros_like, conditions[0])
-    for side, (_, numbers) in zip(conditions, sides, strict=True):
-        side.update({name: jnp.tile(jnp.asarray(row), (count, 1)) for name, row in numbers.items()})
-        if model.networks.embeds_guidance:
-            side["guidance"] = jnp.full(count, request.guidance, jnp.float32)
+        zeros = jax.tree.map(jnp.zeros_like, positive) if request.zeros else None
+        sides.insert(0, (zeros or _encoded(model, params, stages[0].negatives, request.lengths), of_negative))
+    conditions = tuple(_completed(model, *side, request.guidance) for side in sides)
     noise = noise_of(model, request) if request.latents is None else request.latents
     noise, keys = jax.device_put((noise, seed_keys(request.seeds)), replicated(mesh))
-    table, numbers = sampler_table(model, request), options.guidance_numbers
-    return Start(noise, keys, tuple(conditions), table, request.rule, numbers)
+    return Start(noise, keys, conditions, sampler_table(model, request), request.rule, options.guidance_numbers)
 
 
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:

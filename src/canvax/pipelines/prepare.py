@@ -78,8 +78,7 @@ def prepare(
         beside |= encode_controls(programs, ready, params, request.control, size, count)
     if request.beside is not None:
         beside[ADAPTERS] = put(filled(request.beside.weights[model.networks.denoiser.component], latents[0]), split)
-    for name, number in model.networks.packing.sizes(latents[2]).items():
-        beside[name] = put(np.full(latents[0], number, np.int32), split)
+    beside |= {name: put(array, split) for name, array in model.networks.packing.sizes(latents[0], latents[2]).items()}
     if request.references is not None:
         beside[REFERENCES] = encode_references(programs, ready, params, request.references, latents[0])
     for half in every:
