@@ -67,8 +67,8 @@ def command_line() -> str:
             parts.append("It takes the flags of [canvax serve](#canvax-serve).")
         rows = [row for group in groups.values() for row in group]
         listed = {row for group in shared.values() for row in group}
-        if own := [row for row in rows if row not in listed]:
-            parts.append(table(("Flag", "Meaning"), own))
+        if unshared := [row for row in rows if row not in listed]:
+            parts.append(table(("Flag", "Meaning"), unshared))
         if also := [line for title, group in shared.items() if (line := _refers(title, group, rows))]:
             parts.append(f"Shared flags: {'; '.join(also)}.")
     parts.append("## Shared flags")
@@ -347,7 +347,7 @@ def keywords() -> str:
     first = ("self", "prompt", "negative_prompt", "output_type")
     helps = {name: field.setting.help for name, field in (declared(Call) | declared(OptionRecord)).items()}
     helps |= {"params": "the parameters, if the pipeline does not hold them"}
-    helps |= {"adapters": "the weight of each adapter that is loaded beside the weights, such as {'ink': 0.8}"}
+    helps |= {"adapters": "the strength of each loaded LoRA, by its name, such as {'ink': 0.8}"}
     keyword_only = {
         name: one.annotation for name, one in call.items() if name not in first and one.kind is one.KEYWORD_ONLY
     }

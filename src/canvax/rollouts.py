@@ -114,19 +114,18 @@ def rollout(
 
     ``canvax.rollout(pipe, pipe.params, *pipe.start("a red apple", seed=1)).latents`` are those of
     ``pipe("a red apple", seed=1)``. Masks, control images, image prompts, reference images and adapters beside the
-    weights take no part.
+    weights are not supported.
 
     Args:
         networks: a pipeline, or ``pipe.model.networks``.
-        params: ``pipe.params``, or a dict with another tree for the denoiser.
-        noise: [B, h, w, C] of unit variance.
-        keys: of each image, for the noise of steps: [B, 2] uint32, or [B] keys.
-        conditions: of ``pipe.encode``, [B, ...] or [1, ...] each: those of the prompt; or a pair, of the negative
-            prompt and the prompt, for guidance at the scales of the table.
-        table: the sampler; or its ``columns()`` as an argument of a jitted function, which then runs every sampler of
-            as many rows.
-        guidance: a rule; without a pair of conditions it has no effect.
-        guidance_settings: its numbers.
+        params: ``pipe.params``, or a dict with other parameters for the denoiser.
+        noise: initial noise [B, h, w, C] of unit variance.
+        keys: keys for the noise of the steps, one for each image: [B, 2] uint32, or [B] JAX keys.
+        conditions: results of ``pipe.encode``, with arrays [B, ...] or [1, ...]: those of the prompt, or a pair of
+            those of the negative prompt and of the prompt. A pair is guided at the scales of the table.
+        table: the sampler. In a jitted function pass its ``columns()``: samplers with as many rows share a program.
+        guidance: a rule of guidance; it has no effect without a pair of conditions.
+        guidance_settings: the numbers of the rule.
         record: called with each ``Evaluation`` while the loop is traced; what it returns is stacked.
         along: ``transition`` of a run, as recorded: each row begins from its recorded state, and ``log_prob`` is that
             of the recorded sample. Rows are independent then, so these may be a part of all rows if the columns of the
@@ -134,7 +133,7 @@ def rollout(
         remat: recompute each row in the backward pass instead of storing it.
 
     Raises:
-        InputError: the noise, the keys, the conditions or the table have another form.
+        InputError: the noise, the keys, the conditions or the table have a wrong shape or type.
     """
     net: Networks = networks if isinstance(networks, Networks) else networks.model.networks
     denoiser, batch = net.denoiser, np.shape(noise)[0] if np.ndim(noise) == 4 else 0

@@ -114,7 +114,7 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], loa
     """Refuse settings that no row can use, before any weights are read."""
     from canvax.scale.work import call_of
 
-    # Rows may add their own settings.
+    # A row of the file may set further options.
     files = ("image", "mask", "reference", "control", "control_from", "ip_image", "ip_mask")
     call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
     if "ip_mask" in defaults and "ip_image" not in defaults and not arguments.ip_adapter:

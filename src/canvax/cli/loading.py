@@ -94,7 +94,7 @@ def overrides_of(load: Load) -> Overrides:
 
 
 def files_of(load: Load) -> ModelFiles:
-    """Return the files of a model with the parts that replace its own; no weights are read.
+    """Open the files of a model, with the parts that the flags replace; no weights are read.
 
     Raises:
         InputError, CheckpointError, HubError: a file is missing, damaged or refused.

@@ -345,7 +345,7 @@ class Pipeline(LoadedModel):
         Args:
             prompt: as in a call.
             negative_prompt: as in a call.
-            arguments: of a call, except images, control, adapters beside the weights and a second pass.
+            arguments: arguments of a call, except images, control, adapters beside the weights and a second pass.
 
         Raises:
             InputError: an argument cannot be used.
