@@ -180,8 +180,9 @@ class Programs:
             denoiser = add.around(denoiser, networks)
         text = self._text(kinds).conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         reads = denoiser.inputs(loop, text, dtypes.__getitem__)
-        sizes = jax.eval_shape(lambda: networks.packing.sizes(batch, site.latents[2]))
-        conditions = {**text, **reads.conditions, **sizes}
+        sizes = networks.packing.sizes(batch, site.latents[2])
+        shapes = {name: jax.ShapeDtypeStruct(size.shape, size.dtype) for name, size in sizes.items()}
+        conditions = {**text, **reads.conditions, **shapes}
         if kinds.places is not None:
             conditions[ADAPTERS] = jax.ShapeDtypeStruct((batch, kinds.places.count), jnp.float32)
         for add in kinds.adds:
