@@ -88,9 +88,10 @@ def test_lora(run: Any, here: Path) -> None:
     assert first.read_bytes() != others[0].read_bytes()
 
 
+@pytest.mark.parametrize("script", ["reward.py", "nft.py"])
 @pytest.mark.weekly
-def test_reward(run: Any, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    after, before = run("reward.py", 8, 8, 4)
+def test_rewards(run: Any, here: Path, capsys: pytest.CaptureFixture[str], script: str) -> None:
+    after, before = run(script, 8, 8, 4)
     assert after.read_bytes() != before.read_bytes()
     rewards = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.02
