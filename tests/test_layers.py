@@ -106,7 +106,9 @@ def test_types_are_checked_without_the_references() -> None:
     files = {path: {name.split(".")[0] for name in imports(path)} for path in root.glob("benchmarks/**/*.py")}
     import_more = {path for path, names in files.items() if names & {"torch", "diffusers", "transformers", "ray"}}
     ignored = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pyright"]["ignore"]
-    assert {root / name for name in ignored} == {path for path in import_more if "tests" not in path.relative_to(root).parts}
+    assert {root / name for name in ignored} == {
+        path for path in import_more if "tests" not in path.relative_to(root).parts
+    }
 
 
 def test_no_circle() -> None:

@@ -89,13 +89,12 @@ def test_nothing_recompiles(emoji: canvax.Pipeline) -> None:
     draw(emoji, "a cat", seed=1)
     before = compilations()
     draw(emoji, "a dog", "yellow", seed=2)
-    for steps in (10, 25, 50):
+    for steps in (3, 25):
         draw(emoji, "a dog", num_inference_steps=steps)
     samplers = ["DDIM", "DDPM", "PNDM", "Euler", "Euler a", "DPM++ 2M", "DPM++ 2M Karras", "Euler Karras"]
     for sampler in samplers:
-        draw(emoji, "a dog", sampler=sampler)
-    for guidance in (3, 9):
-        draw(emoji, "a dog", guidance_scale=guidance)
+        draw(emoji, "a dog", sampler=sampler, num_inference_steps=4)
+    draw(emoji, "a dog", guidance_scale=9)
     every = canvax.Options(
         eta=0.5, spacing="linspace", guidance_rescale=0.7, clip_skip=1, noise="torch", progress=False
     )
