@@ -1,8 +1,8 @@
 """Errors and hints are records; entry points make sentences of them. All wording is in ``golden/errors.txt``.
 
-It has calls that fail, with ``pipe`` the bundled model, and commands that fail before they do anything; below each is
-its error. Add a line for another one. Where a change of wording is meant, ``CANVAX_WRITE_GOLDEN=1 pytest
-tests/test_errors.py`` writes the file again, and its diff is read.
+It has calls that fail, with ``pipe`` the bundled model and ``table`` of samplers, and commands that fail before they do
+anything; below each is its error. Add a line for another one. Where a change of wording is meant,
+``CANVAX_WRITE_GOLDEN=1 pytest tests/test_errors.py`` writes the file again, and its diff is read.
 """
 
 from __future__ import annotations
@@ -39,15 +39,35 @@ from canvax.errors import (
     refuse_tracers,
     shown,
 )
+from canvax.samplers import SamplerTable, build_table, from_scheduler_config
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 
 
+class Strange:
+    """Raises whenever something looks at it, as an array does whose buffer is gone."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise RuntimeError("gone")
+
+    __index__ = __float__ = __repr__ = __len__ = __iter__ = __array__ = __bool__ = _fail
+
+
+def table(steps: Any = 20, *, config: Any = None, **given: Any) -> SamplerTable:
+    """A table of a sampler, of Stable Diffusion's config with some fields changed."""
+    fields = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    own = {"_class_name": "PNDMScheduler", "skip_prk_steps": True, "set_alpha_to_one": False, "clip_sample": False}
+    return build_table(from_scheduler_config({**fields, **own, **(config or {})}), steps, **given)
+
+
 def said(source: str, pipe: canvax.Pipeline) -> str:
     """The error of a call: its kind, its argument and its message."""
-    names = {"pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "IMAGE": Image.new("RGB", (64, 64))}
+    names = {
+        "pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "table": table, "STRANGE": Strange(),
+        "IMAGE": Image.new("RGB", (64, 64)), "LATENTS": np.zeros((1, 8, 8, 32), np.float32),
+    }  # fmt: skip
     with pytest.raises((canvax.CanvaxError, AttributeError, TypeError)) as caught:
         eval(source, names)
     argument = getattr(caught.value, "argument", "")
@@ -140,15 +160,6 @@ def test_errors_name_an_argument_as_the_caller_did(emoji: canvax.Pipeline) -> No
 
 
 # Values
-
-
-class Strange:
-    """Raises whenever something looks at it, as an array does whose buffer is gone."""
-
-    def _fail(self, *_: Any) -> Any:
-        raise RuntimeError("gone")
-
-    __repr__ = __len__ = __iter__ = __array__ = __bool__ = _fail
 
 
 def test_values_are_shown_in_short() -> None:
