@@ -25,6 +25,7 @@ import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather
+from canvax.compile.monitor import compilations
 from canvax.errors import (
     HintWarning,
     InputError,
@@ -86,7 +87,10 @@ def test_wording(
             assert code in (BAD_INPUT, FAILED), source
             lines += [source, f"    {code}: {capsys.readouterr().err.strip().splitlines()[-1]}"]
         else:
+            before = compilations()
             lines += [source, f"    {said(source, emoji)}"]
+            early = source.startswith("pipe(") and "progress=False" not in source
+            assert compilations() == before or not early, source
     assert len(lines) > 150
     assert not list(tmp_path.iterdir())
     if os.environ.get("CANVAX_WRITE_GOLDEN"):
