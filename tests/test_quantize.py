@@ -234,7 +234,7 @@ def test_float16_holds_results_of_large_weights(name: str, platform: str) -> Non
     ("kind", "least"),
     [
         ("int8", 40),
-        ("int8-w8a8", 34),
+        pytest.param("int8-w8a8", 34, marks=pytest.mark.slow),
         *(pytest.param(kind, 28, marks=pytest.mark.weekly) for kind in ("float8", "float8-w8a8")),
     ],
 )
