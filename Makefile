@@ -81,7 +81,7 @@ test-newest:
 
 # libtpu needs no TPU to compile for one.
 test-tpu: .venv/tpu
-	$(BIN)/python -m pytest tests/test_plan_compiled.py
+	$(BIN)/python -m pytest tests/test_plan_compiled.py -m "not weekly"
 
 # The wheel as a stranger installs it: bare environment, no network when it draws. VERSIONS=lowest-direct installs the
 # oldest versions that pyproject.toml allows.

@@ -162,6 +162,7 @@ def test_blocks_of_keys_are_even(keys: int, width: int, padded: int) -> None:
     assert -(-keys // block) * block == padded
 
 
+@pytest.mark.slow
 def test_a_form_of_ones_own(emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows where it is, is compiled for itself and stored nowhere, and is gone afterwards."""
     monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))

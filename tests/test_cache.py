@@ -780,7 +780,7 @@ def test_cache_command(
     (folder / "notes.txt").write_text("mine")
     assert main(["cache", "clear"]) == 0
     assert [path.name for path in folder.rglob("*") if path.is_file()] == ["notes.txt"]
-    assert main(["cache", "--older-than", "2"]) == BAD_INPUT
+    assert main(["cache", "nope"]) == main(["cache", "--older-than", "2"]) == BAD_INPUT
     assert main(["cache", "clear", "--older-than", "-1"]) == BAD_INPUT
 
 

@@ -1,8 +1,8 @@
 """Errors and hints are records; entry points make sentences of them. All wording is in ``golden/errors.txt``.
 
-It has calls that fail, with ``pipe`` the bundled model, and commands that fail before they do anything; below each is
-its error. Add a line for another one. Where a change of wording is meant, ``CANVAX_WRITE_GOLDEN=1 pytest
-tests/test_errors.py`` writes the file again, and its diff is read.
+It has calls that fail, with ``pipe`` the bundled model and ``table`` of samplers, and commands that fail before they do
+anything; below each is its error. Add a line for another one. Where a change of wording is meant,
+``CANVAX_WRITE_GOLDEN=1 pytest tests/test_errors.py`` writes the file again, and its diff is read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather
+from canvax.compile.monitor import compilations
 from canvax.errors import (
     HintWarning,
     InputError,
@@ -39,15 +40,35 @@ from canvax.errors import (
     refuse_tracers,
     shown,
 )
+from canvax.samplers import SamplerTable, build_table, from_scheduler_config
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 
 
+class Strange:
+    """Raises whenever something looks at it, as an array does whose buffer is gone."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise RuntimeError("gone")
+
+    __index__ = __float__ = __repr__ = __len__ = __iter__ = __array__ = __bool__ = _fail
+
+
+def table(steps: Any = 20, *, config: Any = None, **given: Any) -> SamplerTable:
+    """A table of a sampler, of Stable Diffusion's config with some fields changed."""
+    fields = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    own = {"_class_name": "PNDMScheduler", "skip_prk_steps": True, "set_alpha_to_one": False, "clip_sample": False}
+    return build_table(from_scheduler_config({**fields, **own, **(config or {})}), steps, **given)
+
+
 def said(source: str, pipe: canvax.Pipeline) -> str:
     """The error of a call: its kind, its argument and its message."""
-    names = {"pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "IMAGE": Image.new("RGB", (64, 64))}
+    names = {
+        "pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "table": table, "STRANGE": Strange(),
+        "IMAGE": Image.new("RGB", (64, 64)), "LATENTS": np.zeros((1, 8, 8, 32), np.float32),
+    }  # fmt: skip
     with pytest.raises((canvax.CanvaxError, AttributeError, TypeError)) as caught:
         eval(source, names)
     argument = getattr(caught.value, "argument", "")
@@ -59,6 +80,9 @@ def test_wording(
     emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CANVAX_KEYS", raising=False)
+    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
+    monkeypatch.setattr("canvax.server.engine.ImageEngine.start", None)  # errors come before a model is loaded
     golden, lines = GOLDEN.read_text().splitlines(), []
     for source in (line for line in golden if line and not line.startswith(" ")):
         if source.startswith("canvax "):
@@ -66,7 +90,10 @@ def test_wording(
             assert code in (BAD_INPUT, FAILED), source
             lines += [source, f"    {code}: {capsys.readouterr().err.strip().splitlines()[-1]}"]
         else:
+            before = compilations()
             lines += [source, f"    {said(source, emoji)}"]
+            early = source.startswith("pipe(") and "progress=False" not in source
+            assert compilations() == before or not early, source
     assert len(lines) > 150
     assert not list(tmp_path.iterdir())
     if os.environ.get("CANVAX_WRITE_GOLDEN"):
@@ -140,15 +167,6 @@ def test_errors_name_an_argument_as_the_caller_did(emoji: canvax.Pipeline) -> No
 
 
 # Values
-
-
-class Strange:
-    """Raises whenever something looks at it, as an array does whose buffer is gone."""
-
-    def _fail(self, *_: Any) -> Any:
-        raise RuntimeError("gone")
-
-    __repr__ = __len__ = __iter__ = __array__ = __bool__ = _fail
 
 
 def test_values_are_shown_in_short() -> None:

@@ -55,7 +55,9 @@ def own_loop(scheduler: Any, state: Any, network: Any, key: Any) -> Any:
     return jax.jit(lambda carry: jax.lax.fori_loop(0, len(state.timesteps), body, carry))((latents, state))[0]
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    "name", [*SCHEDULERS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULERS[2:])]
+)
 def test_own_loop_draws_the_same(name: str, old: Old, folder: Path) -> None:
     pipeline, params = old
     scheduler, state = getattr(flax_api, name).from_pretrained(folder, subfolder="scheduler")

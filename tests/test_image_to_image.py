@@ -137,8 +137,6 @@ def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.Pipeline, apple: I
     result = draw(emoji, image=apple, height=np.int64(SIZE), width=np.int64(SIZE), strength=0.5)
     assert result.metadata[0]["image_sha256"] == fingerprint(apple)
     np.testing.assert_array_equal(result.latents, draw(emoji, image=apple, strength=0.5).latents)
-    with pytest.raises(canvax.InputError, match="height=1000000000 is not"):  # before anything is resized to it
-        draw(emoji, image=apple, height=10**9)
 
 
 # Other canvases
@@ -172,10 +170,6 @@ def test_only_the_masked_part(emoji: canvax.Pipeline) -> None:
     assert changed[50:75, 100:130].mean() > 0.95
     changed[50:75, 100:130] = False
     assert not changed.any()
-    with refused("padding_mask_crop"):
-        draw(emoji, image=large, padding_mask_crop=8)
-    with refused("padding_mask_crop"):
-        draw(emoji, padding_mask_crop=8)
 
 
 @pytest.mark.parametrize(
@@ -281,35 +275,6 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
     assert (mask.getpixel((0, 0)), mask.getpixel((7, 0))) == (255, 0)
     for mode in ("1", "L", "P", "I;16", "LA"):
         assert read_images("image", Image.new(mode, (8, 8)), 1)[0].mode == "RGB"
-
-
-@pytest.mark.parametrize(
-    ("changes", "argument"),
-    [
-        ({"image": None, "mask": half()}, "mask"),
-        ({"image": None, "strength": 0.5}, "strength"),
-        ({"image": 5}, "image"),
-        ({"image": []}, "image"),
-        ({"image": np.zeros((8, 8, 5))}, "image"),
-        ({"image": np.full((64, 64, 3), np.nan)}, "image"),
-        ({"image": np.full((64, 64, 3), 2.0)}, "image"),
-        ({"image": Image.new("L", (1, 1))}, "image"),
-        ({"image": Image.new("L", (60, 64))}, "image"),
-        ({"mask": Image.new("L", (32, 64))}, "mask"),
-        ({"strength": 0}, "strength"),
-        ({"strength": "much"}, "strength"),
-        ({"strength_rule": "half"}, "strength_rule"),
-        ({"mask_mode": 3}, "mask_mode"),
-        ({"mask_blur": -1}, "mask_blur"),
-        ({"outpaint": "up=5"}, "outpaint"),
-        ({"outpaint": "left=16384,top=16384"}, "outpaint"),
-        ({"denoising_start": 0.5}, "image"),
-        ({"sampler": "ddim_inverse"}, "image"),
-    ],
-)
-def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.Pipeline) -> None:
-    with refused(argument):
-        draw(emoji, **{"image": half()} | changes)
 
 
 def test_several_processes_refuse_renoised_masks_before_anything_compiles(

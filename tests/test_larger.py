@@ -116,32 +116,6 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.Pipeline) -> None:
     np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "argument"),
-    [
-        ({"hires": 0.5}, "hires"),
-        ({"hires_strength": 0.5}, "hires_strength"),
-        ({"hires": 2, "hires_strength": 0}, "hires_strength"),
-        ({"hires": 2, "hires_method": "magic"}, "hires_method"),
-        ({"hires": 2, "denoising_end": 0.5}, "hires"),
-        ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "hires"),
-        ({"hires": 8, "height": 4096, "width": 64}, "hires"),
-        ({"hires": 2, "guidance_steps": (1.0,) * 6}, "guidance_steps"),
-        ({"hires": 2, "sigmas": (9.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.0)}, "sigmas"),
-        ({"hires": 2, "sampler_settings": {"timesteps": [900, 700, 500, 300, 100, 50]}}, "sampler_settings"),
-        ({"hires": 2, "sampler": "ddim", "eta": 0.5, "hires_sampler": "euler"}, "eta"),
-        ({"hires": 2, "hires_steps": 999}, "hires_steps"),
-        ({"hires": 2, "reuse": 2, "hires_prompt": "a fox AND a tree", "prompt_syntax": "a1111"}, "hires_prompt"),
-        ({"variation_strength": 0.5}, "variation_strength"),
-        ({"variation_strength": 2, "variation_seed": 1}, "variation_strength"),
-        ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents"),
-    ],
-)
-def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.Pipeline) -> None:
-    with refused(argument):
-        draw(emoji, **changes)
-
-
 def test_a_table_needs_another_sampler_for_the_second_pass(emoji: canvax.Pipeline) -> None:
     call = Call("a fox", sampler=build_table(emoji.model.scheduler, 6, sampler="euler"))
     with refused("sampler"):
@@ -313,21 +287,6 @@ def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.Pipeline) -> None:
     assert [one["nsfw"] for one in rest.metadata] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("changes", "argument"),
-    [
-        ({"scale": 0}, "scale"),
-        ({"overlap": 40}, "overlap"),
-        ({"strength": 0}, "strength"),
-        ({"image": Image.new("L", (8000, 8000)), "scale": 2}, "scale"),
-        ({"options": canvax.Options(hires=2)}, "hires"),
-    ],
-)
-def test_bad_upscale(changes: dict[str, Any], argument: str, emoji: canvax.Pipeline) -> None:
-    with refused(argument):
-        upscale(emoji, changes.pop("image", Image.new("RGB", (64, 64))), **changes)
-
-
 def test_upscale_with_a_table(emoji: canvax.Pipeline) -> None:
     """A table begins where it was built to, as the strength says for a name."""
     image = draw(emoji).images[0]
@@ -346,9 +305,6 @@ def test_a_wrong_argument_of_upscale_is_answered_with_its_own(emoji: canvax.Pipe
         emoji.upscale(Image.new("RGB", (64, 64)), zzzz=1)  # type: ignore[call-arg]
     listed = str(caught.value).partition("it takes ")[2].partition(" and the fields")[0]
     assert set(listed.split(", ")) == own
-    for name in ("mask", "height", "output_type"):
-        with pytest.raises(InputError):
-            emoji.upscale(Image.new("RGB", (64, 64)), **{name: 64})  # type: ignore[arg-type]
 
 
 # The command line

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from canvax.compile import key
@@ -66,11 +67,13 @@ def row_of(name: str) -> int:
     return next(i for i, row in enumerate(ROWS) if name in row)
 
 
+@cache
 def is_module(name: str) -> bool:
     place = SRC.parent.joinpath(*name.split("."))
     return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Modules a file imports, at its top, in its functions and for type checkers."""
     found = set()
@@ -103,7 +106,9 @@ def test_types_are_checked_without_the_references() -> None:
     files = {path: {name.split(".")[0] for name in imports(path)} for path in root.glob("benchmarks/**/*.py")}
     import_more = {path for path, names in files.items() if names & {"torch", "diffusers", "transformers", "ray"}}
     ignored = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pyright"]["ignore"]
-    assert {root / name for name in ignored} == {path for path in import_more if "tests" not in path.parts}
+    assert {root / name for name in ignored} == {
+        path for path in import_more if "tests" not in path.relative_to(root).parts
+    }
 
 
 def test_no_circle() -> None:
@@ -165,13 +170,15 @@ share = (time.process_time() - began) / (began - started)
 from jax._src import xla_bridge
 print(json.dumps({"share": share, "backends": len(xla_bridge._backends), "modules": list(sys.modules)}))
 """
-    runs = [
-        json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
-        for _ in range(5)
-    ]
-    assert all(run["backends"] == 0 for run in runs)
-    assert not FOREIGN & {name.split(".")[0] for name in runs[0]["modules"]}
-    assert min(run["share"] for run in runs) < 0.6
+    for _ in range(5):  # on a busy machine a share may be too large once
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+        run = json.loads(done.stdout)
+        assert run["backends"] == 0
+        assert not FOREIGN & {name.split(".")[0] for name in run["modules"]}
+        if run["share"] < 0.6:
+            break
+    else:
+        raise AssertionError(f"importing canvax takes {run['share']:.0%} of the time of importing JAX")
 
 
 def test_the_recipe_of_the_bundled_model_needs_what_trains_alone() -> None:

@@ -187,6 +187,7 @@ def test_images_stay_on_the_devices(emoji: canvax.Pipeline) -> None:
     assert result.grid().size == (64, 64)
 
 
+@pytest.mark.slow
 def test_a_mask_and_a_second_pass_on_the_devices(emoji: canvax.Pipeline) -> None:
     image, mask = np.ones((64, 64, 3), np.float32), np.zeros((64, 64), np.float32)
     mask[:32] = 1

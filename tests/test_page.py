@@ -7,30 +7,45 @@ import importlib.util
 import io
 import json
 import os
+import random
 import re
 import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-import uvicorn
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from canvax.images.formats import save_keywords
 from canvax.images.metadata import read_metadata, save_numbered
+from canvax.samplers import CURVES, SAMPLERS
 from canvax.server import history
-from canvax.server.jobs import AdapterCard, Changed, ControlCard, Rejected, Status
-from tests.support.page_stub import PAGE, SAMPLERS, PaintedEngine, Stub, encoded
-from tests.support.server_stub import CARD
-from tests.support.serving import until
+from canvax.server.app import Settings, create_app
+from canvax.server.jobs import (
+    AdapterCard,
+    Changed,
+    ControlCard,
+    JobRequest,
+    ModelCard,
+    Picture,
+    Rejected,
+    State,
+    Status,
+)
+from canvax.server.metrics import Metrics
+from canvax.server.work import INVERSE
+from tests.support.server_stub import CARD, StubEngine
+from tests.support.serving import served, until
 
+PAGE = Path(__file__).parents[1] / "src" / "canvax" / "server" / "page"
 HTML = (PAGE / "index.html").read_text()
 SCRIPTS = {path.name: path.read_text() for path in PAGE.glob("*.js")}
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -124,12 +139,59 @@ def thorough(test: Any) -> Any:
 
 
 class Site:
-    """The stub behind a port, and a page of it."""
+    """The server over a stub of its models, and a page of it.
 
-    def __init__(self, stub: Stub, url: str, page: Any) -> None:
-        self.stub, self.url = stub, url
+    Attributes:
+        engine: the stub; its jobs run in turn.
+        folder: into which images are saved, and which the page shows.
+        secret: the key that requests must bear, if any.
+        bodies: of the jobs asked for.
+        url: of the page.
+    """
+
+    def __init__(self, folder: Path | None = None, syntax: str = "plain") -> None:
+        self.engine = StubEngine(pace=0.05)
+        self.engine.turn, self.engine.paint = threading.Lock(), self.spot
+        self.engine.seed = partial(random.randrange, 2**32)
+        self.folder, self.secret, self.url = folder, "", ""
+        self.bodies: list[dict[str, Any]] = []
         self.faults: list[str] = []
-        self.use(page)
+        settings = Settings(keys=self, history=folder, syntax=syntax)  # type: ignore[arg-type]
+        self._app = create_app(self.engine, settings, state=lambda: State.READY, metrics=Metrics())
+
+    def client(self, authorization: str, key: str) -> str | None:
+        """As the server's keys: whose request it is."""
+        return "" if not self.secret or authorization == f"Bearer {self.secret}" else None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application, which notes what jobs are asked for."""
+        body = b""
+
+        async def noted() -> Any:
+            nonlocal body
+            message = await receive()
+            if (scope["method"], scope["path"]) == ("POST", "/api/jobs") and message["type"] == "http.request":
+                body += message["body"]
+                if not message["more_body"]:
+                    self.bodies.append(json.loads(body))
+            return message
+
+        await self._app(scope, noted if scope["type"] == "http" else receive, send)
+
+    def spot(self, ask: JobRequest, picture: Picture) -> bytes:
+        """A spot whose colour and place the seed decides, over the input image if there is one; saved in the folder."""
+        rng, size = random.Random(picture.seed), (picture.width, picture.height)
+        image = ask.image.convert("RGB").resize(size) if ask.image else Image.new("RGB", size, "white")
+        x, y, r = rng.randrange(size[0]), rng.randrange(size[1]), min(size) // 4
+        ImageDraw.Draw(image).ellipse((x - r, y - r, x + r, y + r), fill=tuple(rng.randrange(256) for _ in range(3)))
+        settings = {
+            "prompt": ask.prompt, "seed": picture.seed, "width": size[0], "height": size[1], "options": {**ask.options},
+            "num_inference_steps": picture.steps, "guidance_scale": ask.guidance_scale or 7.5,
+        }  # fmt: skip
+        if self.folder:
+            self.folder.mkdir(exist_ok=True)
+            picture.file = save_numbered(self.folder, image, settings, picture.seed).name
+        return encoded(image, settings)
 
     def use(self, page: Any) -> None:
         self.page = page
@@ -149,11 +211,11 @@ class Site:
         self.page.wait_for_selector("body[data-ready]")
 
     def draw(self, prompt: str, *, wait: bool = True) -> None:
-        asked, started = len(self.stub.bodies), time.monotonic()
+        asked, started = len(self.bodies), time.monotonic()
         self.page.fill("#prompt", prompt)
         self.page.press("#prompt", "Enter")
         if wait:  # not for the tile: on a busy machine it is there and gone between two looks
-            while len(self.stub.bodies) == asked:
+            while len(self.bodies) == asked:
                 assert time.monotonic() - started < 15
                 self.page.wait_for_timeout(20)
             self.idle()
@@ -175,13 +237,13 @@ class Site:
         self.page.evaluate(drop, [selector, base64.b64encode(file.getvalue()).decode(), by])
 
     def give(self, settings: dict[str, Any] | None = None, data: bytes | None = None) -> None:
-        """Open an image file, with these settings."""
-        data = data or encoded(Image.new("RGB", (64, 64)), "png", settings)
+        """Open an image file, with these settings in it."""
+        data = data or encoded(Image.new("RGB", (64, 64)), settings)
         self.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
 
     def card(self, **changes: Any) -> None:
         """Change what the server says of its model, and open the page again."""
-        self.stub.card = changes
+        self.engine.cards = (replace(CARD, **changes),)
         self.open()
 
     def dialogs(self) -> Iterator[str]:
@@ -232,33 +294,30 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def site(chromium: Any) -> Iterator[Site]:
-    with running(chromium, Stub(PaintedEngine(pace=0.05))) as site:
-        yield site
+    yield from running(chromium, Site())
 
 
 @pytest.fixture
-def saving(chromium: Any, tmp_path: Path) -> Iterator[Site]:
-    """A server that saves images into a folder."""
-    with running(chromium, Stub(PaintedEngine(pace=0.05), folder=tmp_path / "out")) as site:
+def saving(chromium: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A server that saves images into a folder, and prefers a syntax of prompts."""
+    yield from running(chromium, Site(tmp_path / "out", getattr(request, "param", "plain")))
+
+
+def running(chromium: Any, site: Site) -> Iterator[Site]:
+    with served(site) as site.url:
+        context = chromium.new_context()
+        context.set_default_timeout(15_000)
+        site.use(context.new_page())
         yield site
-
-
-@contextmanager
-def running(chromium: Any, stub: Stub) -> Iterator[Site]:
-    server = uvicorn.Server(uvicorn.Config(stub.app, port=0, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    context = chromium.new_context()
-    context.set_default_timeout(15_000)
-    site = Site(stub, f"http://127.0.0.1:{port}/", context.new_page())
-    yield site
-    site.page.context.close()
-    server.should_exit = True
-    thread.join(10)
+        site.page.context.close()
     assert not site.faults
+
+
+def encoded(image: Image.Image, settings: Mapping[str, Any]) -> bytes:
+    """A PNG with these settings."""
+    out = io.BytesIO()
+    image.save(out, "png", **save_keywords("PNG", settings))
+    return out.getvalue()
 
 
 def decoded(text: str) -> Image.Image:
@@ -267,19 +326,19 @@ def decoded(text: str) -> Image.Image:
 
 @browser_only
 def test_draws_with_previews(site: Site) -> None:
-    site.stub.engine.pace = 0.3
+    site.engine.pace = 0.3
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector('.tile.busy img[src^="data:image/jpeg"]', state="visible")
     assert "/ 4" in site.page.inner_text(".tile.busy .status")
     site.idle()
     assert site.count(".tile[data-id] img") == 1
-    assert site.stub.bodies[0]["previews"] is True
-    assert "seed" not in site.stub.bodies[0]
+    assert site.bodies[0]["previews"] is True
+    assert "seed" not in site.bodies[0]
 
 
 @browser_only
 def test_several_jobs_queue_and_one_is_cancelled(site: Site) -> None:
-    site.stub.engine.pace = 0.4
+    site.engine.pace = 0.4
     site.draw("a dog", wait=False)
     site.draw("a cat", wait=False)
     site.page.wait_for_selector(".tile.drawing")
@@ -287,20 +346,20 @@ def test_several_jobs_queue_and_one_is_cancelled(site: Site) -> None:
     site.page.locator(".tile.busy", has_text="a cat").locator(".cancel").click()
     site.idle()
     assert site.page.locator(".tile[data-id] .caption").all_inner_texts() == ["a dog"]
-    assert sorted(job.status for job in site.stub.engine.accepted) == ["cancelled", "done"]
+    assert sorted(job.status for job in site.engine.accepted) == ["cancelled", "done"]
 
 
 @thorough
 def test_ten_jobs_leave_a_connection_for_cancelling(site: Site) -> None:
-    site.stub.engine.pace = 3.0  # so long that none is done before the last is asked for
+    site.engine.pace = 3.0  # so long that none is done before the last is asked for
     for number in range(10):
         site.draw(f"dog {number}", wait=False)
     site.page.wait_for_selector(".tile.busy >> nth=9")
     site.page.locator(".tile.busy", has_text="dog 9").locator(".cancel").click()
-    until(lambda: "cancelled" in [job.status for job in site.stub.engine.accepted], seconds=8)
+    until(lambda: "cancelled" in [job.status for job in site.engine.accepted], seconds=8)
     site.page.click("#queue-cancel")
     site.idle()
-    until(lambda: all(job.status.over for job in site.stub.engine.accepted))  # the page is ahead of the server
+    until(lambda: all(job.status.over for job in site.engine.accepted))  # the page is ahead of the server
 
 
 @browser_only
@@ -323,7 +382,7 @@ def test_history_survives_a_reload(site: Site) -> None:
 @browser_only
 def test_history_is_the_folder_of_images(saving: Site) -> None:
     """Another browser shows the same images; their settings, favourites, deletions and actions work there."""
-    site, folder = saving, saving.stub.folder
+    site, folder = saving, saving.folder
     for prompt in ("a red apple", "a dog face", "an old cat"):
         site.draw(prompt)
     captions = site.page.locator(".tile .caption")
@@ -340,7 +399,7 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     assert label == f"a red apple, seed {site.page.input_value('#seed')}"
     site.key("Shift+V", 1)
     site.images(4)
-    assert decoded(site.stub.bodies[-1]["image"]).size == (64, 64)
+    assert decoded(site.bodies[-1]["image"]).size == (64, 64)
     (folder / "deleted").mkdir()
     for path in folder.glob("*.png"):  # others of the same names
         (folder / "deleted" / path.name).touch()
@@ -383,7 +442,7 @@ def test_older_images_of_the_folder_come_when_they_are_asked_for(
     saving: Site, monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
     monkeypatch.setattr(history, "PAGE", answer)
-    folder = saving.stub.folder
+    folder = saving.folder
     folder.mkdir()
     for number in range(80):
         settings = {"prompt": "apple" if number else "the first pear", "seed": number}
@@ -402,7 +461,7 @@ def test_older_images_of_the_folder_come_when_they_are_asked_for(
 @thorough
 def test_undo_waits_for_the_deletion(saving: Site) -> None:
     """However late the server moves the file, it is back in the end."""
-    folder, asked, held = saving.stub.folder, [], []
+    folder, asked, held = saving.folder, [], []
     saving.draw("a red apple")
 
     def late(route: Any) -> None:
@@ -423,12 +482,12 @@ def test_undo_waits_for_the_deletion(saving: Site) -> None:
 
 @thorough
 def test_a_running_job_survives_a_reload(site: Site) -> None:
-    site.stub.engine.pace = 0.5
+    site.engine.pace = 0.5
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector(".tile.drawing")
     site.open()
     site.images(1)
-    assert len(site.stub.bodies) == 1
+    assert len(site.bodies) == 1
     assert site.page.input_value("#prompt") == "a red apple"
 
 
@@ -450,15 +509,15 @@ def test_a_job_that_the_server_forgot_keeps_its_seeds_and_what_is_done(site: Sit
     )
     site.page.fill("#count", "4")
     site.draw("a red apple")
-    first, rest = site.stub.bodies
+    first, rest = site.bodies
     assert (first["n"], first.get("seed")) == (4, None)
-    seeds = [picture.seed for picture in site.stub.engine.accepted[0].pictures]
+    seeds = [picture.seed for picture in site.engine.accepted[0].pictures]
     assert (rest["n"], rest["seed"]) == (3, seeds[1])
     assert site.count(".tile[data-id]") == 4
     site.open()
     site.idle()
     assert site.count(".tile[data-id]") == 4
-    assert len(site.stub.bodies) == 2
+    assert len(site.bodies) == 2
 
 
 # A large image takes the browser a moment to read, and the user may send the form before that.
@@ -500,7 +559,7 @@ def test_mask_and_inpaint(site: Site) -> None:
     site.page.evaluate(SLOW_IMAGES)
     site.page.click("#mask-use")
     site.draw("a pear")
-    body = site.stub.bodies[1]
+    body = site.bodies[1]
     mask = decoded(body["mask"]).convert("L")
     assert mask.size == decoded(body["image"]).size == (64, 64)
     assert set(mask.tobytes()) == {0, 255}
@@ -511,8 +570,8 @@ def test_mask_and_inpaint(site: Site) -> None:
     site.key("r")
     site.page.wait_for_selector("text=Change the mask")
     site.draw("a pear")
-    assert decoded(site.stub.bodies[2]["mask"]).convert("L").tobytes() == mask.tobytes()
-    assert site.stub.bodies[2]["seed"] == site.stub.engine.asks[1].seed
+    assert decoded(site.bodies[2]["mask"]).convert("L").tobytes() == mask.tobytes()
+    assert site.bodies[2]["seed"] == site.engine.accepted[1].pictures[0].seed
 
 
 @thorough
@@ -521,10 +580,10 @@ def test_options_of_a_mask_go_with_it(site: Site) -> None:
     page = site.page
     with_mask(site)
     site.draw("a pear")
-    assert site.stub.bodies[-1]["options"] == {"mask_blur": 2}
+    assert site.bodies[-1]["options"] == {"mask_blur": 2}
     site.key("Shift+V")  # of the image alone
     site.images(3)
-    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+    assert "mask_blur" not in site.bodies[-1].get("options", {})
     site.key("r", 1)
     page.wait_for_selector("text=Change the mask")
     page.wait_for_selector('[aria-label="Leave out mask_blur"]', state="attached")
@@ -532,7 +591,7 @@ def test_options_of_a_mask_go_with_it(site: Site) -> None:
     page.wait_for_selector("#other-field", state="hidden")
     assert "mask" not in page.inner_text("#more-text")
     site.draw("a pear")
-    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+    assert "mask_blur" not in site.bodies[-1].get("options", {})
     keep = """() => {
         const draft = JSON.parse(localStorage["canvax.draft"]);
         const before = draft.options;
@@ -542,14 +601,13 @@ def test_options_of_a_mask_go_with_it(site: Site) -> None:
     assert "mask_blur" not in page.evaluate(keep)
     site.open()  # with the form as an older page kept it
     site.draw("a pear")
-    assert "mask_blur" not in site.stub.bodies[-1].get("options", {})
+    assert "mask_blur" not in site.bodies[-1].get("options", {})
 
 
 @browser_only
 def test_the_images_of_the_form_survive_a_reload(site: Site) -> None:
     """The input image, its mask and the control image are there again, and removed ones are not."""
-    site.stub.controls = NETS[:1]
-    site.open()
+    site.card(controls=NETS[:1])
     page = site.page
     with_mask(site)
     page.fill("#strength", "0.8")
@@ -560,14 +618,14 @@ def test_the_images_of_the_form_survive_a_reload(site: Site) -> None:
     site.open()
     site.draw("a pear")
     names = ("image", "mask", "strength", "width", "height", "control", "options")
-    before, after = ({name: body[name] for name in names} for body in site.stub.bodies[-2:])
+    before, after = ({name: body[name] for name in names} for body in site.bodies[-2:])
     assert before == after
     assert page.locator("#other-field").is_hidden()  # the soft edge has its box
     page.click("#input-remove")
     page.wait_for_selector("#input", state="hidden")
     site.open()
     site.draw("a pear")
-    assert {"image", "mask", "control"} & site.stub.bodies[-1].keys() == {"control"}
+    assert {"image", "mask", "control"} & site.bodies[-1].keys() == {"control"}
 
 
 @thorough
@@ -619,19 +677,19 @@ def test_a_cancelled_mask_leaves_the_form_alone(site: Site, how: str) -> None:
     site.page.wait_for_selector("#input", state="hidden")
     assert site.page.input_value("#prompt") == "a pizza"
     site.draw("a pizza")
-    assert "image" not in site.stub.bodies[-1]
+    assert "image" not in site.bodies[-1]
     site.key("u", 2)
     site.page.wait_for_selector("#input", state="visible")
     site.page.fill("#strength", "0.45")
     site.draw("a plum")
-    before = site.stub.bodies[-1]
+    before = site.bodies[-1]
     paint(0)
     cancel()
     site.draw("a plum")
-    assert {name: site.stub.bodies[-1][name] for name in ("image", "strength")} == {
+    assert {name: site.bodies[-1][name] for name in ("image", "strength")} == {
         name: before[name] for name in ("image", "strength")
     }
-    assert "mask" not in site.stub.bodies[-1]
+    assert "mask" not in site.bodies[-1]
 
 
 @thorough
@@ -649,7 +707,7 @@ def test_a_mask_begins_at_full_strength(site: Site) -> None:
     site.page.click("#mask-use")
     site.page.wait_for_selector("#mask", state="hidden")
     site.draw("a red apple")
-    assert site.stub.bodies[-1]["strength"] == 0.8  # which was chosen for this mask
+    assert site.bodies[-1]["strength"] == 0.8  # which was chosen for this mask
     site.page.fill("#strength", "1")
     site.key("u")
     site.page.wait_for_selector("text=Paint a mask")
@@ -668,7 +726,7 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
     site.page.wait_for_selector("text=Change the mask")
     assert site.page.input_value("#size") == "96x64"
     site.draw("a red apple")
-    body = site.stub.bodies[-1]
+    body = site.bodies[-1]
     assert decoded(body["mask"]).size == decoded(body["image"]).size == (body["width"], body["height"]) == (96, 64)
 
 
@@ -680,7 +738,7 @@ def test_a_width_that_is_none_is_not_asked_for(site: Site, width: str, fits: boo
     site.page.fill("#width", width)
     site.draw("a red apple", wait=fits)
     site.page.wait_for_selector(".field:has(#width) #form-error", state="hidden" if fits else "visible")
-    assert len(site.stub.bodies) == fits
+    assert len(site.bodies) == fits
 
 
 @thorough
@@ -698,7 +756,7 @@ def test_what_the_sampler_s_note_leaves_out(site: Site) -> None:
 def test_a_file_without_settings_and_a_damaged_one(site: Site) -> None:
     """One short sentence each, and only the first becomes the input image."""
     page = site.page
-    data = encoded(Image.new("RGB", (64, 64)), "png")
+    data = encoded(Image.new("RGB", (64, 64)), {})
     for name, content in (("photo", data), ("damaged", data[:40])):
         site.open()
         site.give(data=content)
@@ -717,11 +775,11 @@ def test_the_last_seed_is_offered_kept_and_let_go(site: Site) -> None:
     first = site.page.input_value("#seed")
     assert first in (site.page.locator(".tile .open").first.get_attribute("aria-label") or "")
     site.draw("a red apple")
-    assert str(site.stub.bodies[-1]["seed"]) == first
+    assert str(site.bodies[-1]["seed"]) == first
     site.page.click("#more summary")
     site.page.click("#reset")
     site.draw("a red apple")
-    assert "seed" not in site.stub.bodies[-1]
+    assert "seed" not in site.bodies[-1]
 
 
 @thorough
@@ -739,7 +797,7 @@ def test_what_the_viewer_says(site: Site) -> None:
     assert "Euler a" in said[1]
     site.key("e")
     site.images(3)
-    assert site.stub.bodies[-1]["strength"] == 0.3
+    assert site.bodies[-1]["strength"] == 0.3
     site.key("Enter")
     said.append(site.page.inner_text("#viewer-settings"))
     assert re.search(r"strength\s+0\.3", said[2], re.IGNORECASE)
@@ -751,7 +809,7 @@ def test_what_the_viewer_says(site: Site) -> None:
 )
 def test_the_viewer_fills_the_window(site: Site, side: int, width: int, times: float) -> None:
     """Icons by whole multiples, other images up to three times; large ones are made smaller."""
-    site.stub.engine.paint = lambda ask, picture: Image.new("RGB", (side, side), "navy")
+    site.engine.paint = lambda ask, picture: encoded(Image.new("RGB", (side, side), "navy"), {})
     site.card(native=(side, side), sizes=((side, side),))
     site.page.set_viewport_size({"width": width, "height": 900})
     site.draw("a red apple")
@@ -797,11 +855,10 @@ def test_generate_shows_the_new_image_where_the_gallery_was_scrolled(site: Site)
 
 
 @thorough
+@pytest.mark.parametrize("saving", ["a1111"], indirect=True)
 def test_the_syntax_of_a_new_form_is_the_server_s(saving: Site) -> None:
-    saving.stub.syntax = "a1111"
-    saving.open()
     saving.draw("a (red:1.2) apple")
-    assert saving.stub.bodies[0]["options"] == {"prompt_syntax": "a1111"}
+    assert saving.bodies[0]["options"] == {"prompt_syntax": "a1111"}
     saving.page.click("#more > summary")
     saving.page.select_option("#syntax", "plain")
     saving.draw("a (red:1.2) apple")
@@ -812,22 +869,24 @@ def test_the_syntax_of_a_new_form_is_the_server_s(saving: Site) -> None:
 @browser_only
 def test_a_schedule_type_stands_beside_the_sampler(site: Site) -> None:
     page = site.page
-    assert page.locator("#sampler option").all_inner_texts()[1:] == [sampler["label"] for sampler in SAMPLERS]
-    assert page.locator("#sigmas option").all_inner_texts() == ["The model's", "Automatic", "Karras"]
+    assert page.locator("#sampler option").all_inner_texts()[1:] == [
+        spec.label for spec in SAMPLERS if spec.name != INVERSE
+    ]
+    assert page.locator("#sigmas option").all_inner_texts()[1:] == [curve.also[0] for curve in CURVES]
     page.select_option("#sigmas", "karras")
-    assert "more steps at low noise" in page.inner_text("#sampler-when")
+    assert next(curve.when for curve in CURVES if curve.name == "karras") in page.inner_text("#sampler-when")
     site.draw("a red apple")
     page.click("#more summary")
     page.click("#reset")
     site.draw("a red apple")
-    assert [body.get("options", {}).get("sigmas") for body in site.stub.bodies] == ["karras", None]
+    assert [body.get("options", {}).get("sigmas") for body in site.bodies] == ["karras", None]
     restored = {"prompt": "a fox", "sampler": "dpmpp_2m", "options": {"sigmas": "karras"}}
     site.give(restored)
     page.wait_for_selector("text=Settings restored")
     assert (page.input_value("#sampler"), page.input_value("#sigmas")) == ("dpmpp_2m", "karras")
     assert page.locator("#other-options li").count() == 0
     site.draw("a fox")
-    assert site.stub.bodies[-1]["options"] == {"sigmas": "karras"}
+    assert site.bodies[-1]["options"] == {"sigmas": "karras"}
     listed = {"prompt": "a fox", "options": {"sigmas": [14.6, 2.0, 0.0]}}  # which no field shows
     site.give(listed)
     page.wait_for_selector("#other-options li", state="attached")
@@ -850,9 +909,8 @@ def test_the_keys_are_listed_above_an_open_image(site: Site) -> None:
 @pytest.mark.parametrize("width", [820, 1280])
 def test_the_seed_is_above_generate(site: Site, width: int) -> None:
     """Also with an input image, styles and a sampler of many words."""
-    site.stub.card = {"styles": ("noto", "twemoji")}
     site.page.set_viewport_size({"width": width, "height": 800})
-    site.open()
+    site.card(styles=("noto", "twemoji"))
     site.draw("a red apple")
     site.key("u")
     site.page.wait_for_selector("#input:not([hidden]) canvas")
@@ -888,11 +946,11 @@ def test_two_selected_are_compared_unless_one_is_a_sheet(site: Site) -> None:
 @thorough
 def test_what_an_image_waits_for_is_on_its_tile(site: Site) -> None:
     """Loading and compiling have no time left that anybody knows."""
-    turn = site.stub.engine.turn
+    turn = site.engine.turn
     with turn:
         site.draw("a red apple", wait=False)
         site.page.wait_for_selector(".tile.busy >> text=Waiting")
-        job = site.stub.engine.accepted[0]
+        job = site.engine.accepted[0]
         job.waits_for, job.seconds_left = "compiling, 2 of 5 programs", 60.0
         job.tell(Changed(Status.QUEUED))
         site.page.wait_for_selector(".tile.busy >> text=Compiling, 2 of 5 programs")
@@ -907,7 +965,14 @@ def test_what_an_image_waits_for_is_on_its_tile(site: Site) -> None:
 def test_a_server_that_gets_ready(site: Site) -> None:
     """The page is there at once, with the images that it kept, and says how far the models are."""
     site.draw("a red apple")
-    site.stub.starting = ["loading its models (1 of 7 programs)", "loading (3 of 7 programs); try again soon"]
+    starting = ["loading its models (1 of 7 programs)", "loading (3 of 7 programs); try again soon"]
+
+    def models() -> Sequence[ModelCard]:
+        if starting:
+            raise Rejected(503, "starting", starting.pop(0), retry_after=1)
+        return (CARD,)
+
+    site.engine.models = models  # type: ignore[method-assign]
     site.page.goto(site.url)
     assert not site.page.locator("#examples-text").is_visible()
     site.images(1)
@@ -923,7 +988,7 @@ def test_a_server_that_gets_ready(site: Site) -> None:
 @thorough
 def test_a_model_is_chosen_while_the_server_starts(site: Site) -> None:
     """The models are known before the first is loaded; the job waits, and is for the model that was chosen."""
-    engine = site.stub.engine
+    engine = site.engine
     engine.cards = (CARD, replace(CARD, id="other"))
     engine.shelf = {"stub": (), "other": ()}
     engine.starting, engine.refusal = "1 of 7 programs", Rejected(503, "starting", "loading (1 of 7)", retry_after=1)
@@ -940,12 +1005,12 @@ def test_a_model_is_chosen_while_the_server_starts(site: Site) -> None:
 
 @thorough
 def test_hints_stand_below_the_prompt(site: Site) -> None:
-    site.stub.hints = ["stub has never seen: elephant", "(red:1.5) is read as text"]
+    site.engine.hints = ("stub has never seen: elephant", "(red:1.5) is read as text")
     site.draw("a (red:1.5) elephant")
-    assert site.page.inner_text("#hints").split("\n") == site.stub.hints
+    assert site.page.inner_text("#hints").split("\n") == [*site.engine.hints]
     site.page.press("#prompt", "x")
     assert site.page.inner_text("#hints") == ""
-    site.stub.hints = []
+    site.engine.hints = ()
     site.draw("an apple")
     assert site.page.inner_text("#hints") == ""
 
@@ -958,12 +1023,12 @@ def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
     page.click("#syntax-use")
     assert page.locator("#syntax-note").is_hidden()
     site.draw("a (red:1.5) apple")
-    assert site.stub.bodies[-1]["options"] == {"prompt_syntax": "a1111"}
+    assert site.bodies[-1]["options"] == {"prompt_syntax": "a1111"}
     page.click("#more summary")
     page.fill("#clip-skip", "2")
     page.select_option("#syntax", "plain")
     site.draw("a pear")
-    assert site.stub.bodies[-1]["options"] == {"clip_skip": 2}
+    assert site.bodies[-1]["options"] == {"clip_skip": 2}
     site.key("r", 1)
     assert (page.input_value("#syntax"), page.input_value("#clip-skip")) == ("a1111", "0")
 
@@ -1002,7 +1067,7 @@ def test_arrows_change_the_weight_of_words(site: Site, syntax: str, text: str, h
 def test_names_of_adapters_are_completed(site: Site) -> None:
     page = site.page
     files = ("drink", "thin line", "ink", "a/inky")
-    site.stub.engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
+    site.engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
     site.open()
     page.click("#prompt")
     page.keyboard.type("a fox <lora:in")
@@ -1010,7 +1075,7 @@ def test_names_of_adapters_are_completed(site: Site) -> None:
     page.keyboard.press("Enter")
     assert page.input_value("#prompt") == "a fox <lora:ink:1>"
     assert page.locator("#completions").is_hidden()
-    assert not site.stub.bodies  # Enter has chosen the name and has not generated
+    assert not site.bodies  # Enter has chosen the name and has not generated
 
 
 @browser_only
@@ -1075,10 +1140,9 @@ def test_mask_undo_erase_and_keys(site: Site) -> None:
 
 @thorough
 def test_a_dropped_image_brings_its_settings(site: Site) -> None:
-    site.stub.controls = NETS[:1]
-    site.open()
+    site.card(controls=NETS[:1])
     site.draw("a red apple")
-    data = site.stub.engine.accepted[0].pictures[0].data
+    data = site.engine.accepted[0].pictures[0].data
     under_a_mask(site)
     site.drop("#control", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#control-remove", state="visible")
@@ -1090,7 +1154,7 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
     site.draw("a red apple")
-    assert not {"image", "mask", "control", "adapters"} & site.stub.bodies[1].keys()
+    assert not {"image", "mask", "control", "adapters"} & site.bodies[1].keys()
     site.give({"prompt": "a fox", "options": {"clip_skip": 1}})
     site.page.wait_for_selector("#more-text >> text=clip skip", state="attached")
     assert site.page.input_value("#clip-skip") == "1"
@@ -1104,12 +1168,9 @@ def test_controlnets_of_the_folder(site: Site) -> None:
     """Beside those of the start; those of another family are listed and cannot be chosen."""
     page = site.page
     alien = ControlCard("alien", fault="alien is for Stable Diffusion XL")
-    site.stub.card["controlnets"] = (alien,)
-    site.open()
+    site.card(controlnets=(alien,))
     assert page.locator("#control").is_hidden()
-    site.stub.controls = NETS
-    site.stub.card["controlnets"] = (ControlCard("depth"), ControlCard("edges"), alien)
-    site.open()
+    site.card(controls=NETS, controlnets=(ControlCard("depth"), ControlCard("edges"), alien))
     page.click("#control summary")
     assert page.locator("#control-network option").all_inner_texts()[:3] == ["edges", "all", "depth"]
     assert page.locator("#control-network option:disabled").get_attribute("value") == "alien"
@@ -1117,13 +1178,13 @@ def test_controlnets_of_the_folder(site: Site) -> None:
     page.wait_for_selector("#control-remove", state="visible")
     page.select_option("#control-network", "depth")
     site.draw("a red apple")
-    body = site.stub.bodies[0]
+    body = site.bodies[0]
     assert body["controlnet"] == "depth"
     assert decoded(body["control"]).size == (64, 64)
     page.select_option("#control-network", "edges")
     site.draw("a red apple")
-    assert "controlnet" not in site.stub.bodies[1]
-    assert [shown is None for shown in site.stub.bodies[1]["control"]] == [False, True]
+    assert "controlnet" not in site.bodies[1]
+    assert [shown is None for shown in site.bodies[1]["control"]] == [False, True]
     site.open()
     page.locator(".tile .open").nth(1).click()
     page.click("#viewer-actions >> text=Restore settings")
@@ -1136,8 +1197,7 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     page = site.page
     assert page.locator("#control").is_hidden()
     assert page.locator("#image-prompt").is_hidden()
-    site.stub.controls, site.stub.ip_adapters = NETS, ("plain", "plus-face")
-    site.open()
+    site.card(controls=NETS, ip_adapters=("plain", "plus-face"))
     page.click("#adapters summary")
     page.select_option("#adapter-add", "ink")
     page.fill("#adapter-ink", "0.6")
@@ -1158,7 +1218,7 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     size = "document.getElementById('control-prepared-canvas')"
     assert page.evaluate(f"[{size}.width, {size}.height]") == [64, 64]
     site.draw("a red apple")
-    body = site.stub.bodies[0]
+    body = site.bodies[0]
     assert (body["adapters"], body["control_scale"], body["control"][0]) == ({"ink": 0.6}, 0.5, None)
     assert body["control_from"] == "canny"
     assert decoded(body["control"][1]["canny"]).size == (64, 64)  # cropped, as an input image is
@@ -1169,14 +1229,14 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     page.click("#image-prompt-remove")
     site.draw("a pear")
     beside = {"adapters", "control", "control_scale", "steered", "image_prompt", "prompted"}
-    assert not beside & site.stub.bodies[1].keys()
+    assert not beside & site.bodies[1].keys()
     site.open()  # what is kept with an image outlives the page
     page.locator(".tile .open").nth(1).click()
     assert {"ink 0.6", "canny 0.5", "plus-face 0.5"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
     page.click("#viewer-actions >> text=Restore settings")
     page.wait_for_selector("#image-prompt-remove", state="visible")
     site.draw("a plum")
-    again = site.stub.bodies[2]
+    again = site.bodies[2]
     assert {name: again[name] for name in beside & again.keys()} == {name: body[name] for name in beside & body.keys()}
 
 
@@ -1193,15 +1253,15 @@ def test_a_second_pass(site: Site) -> None:
     page.fill("#hires-steps", "7")
     site.draw("a red apple")
     options = {"hires": 2, "hires_strength": 0.7, "hires_method": "latent", "hires_steps": 7}
-    assert site.stub.bodies[0]["options"] == options
+    assert site.bodies[0]["options"] == options
     page.select_option("#size", "96x64")
     assert page.locator("#hires option").count() == 1
     site.key("e")
     site.images(2)
-    assert "hires" not in site.stub.bodies[1].get("options", {})
+    assert "hires" not in site.bodies[1].get("options", {})
     site.key("r", -1)
     site.draw("a red apple")
-    again, before = ({name: body[name] for name in ("width", "height", "options")} for body in site.stub.bodies[::2])
+    again, before = ({name: body[name] for name in ("width", "height", "options")} for body in site.bodies[::2])
     assert again == before
 
 
@@ -1212,7 +1272,7 @@ def test_reference_images(site: Site) -> None:
     page = site.page
 
     def colours() -> list[Any]:
-        body = site.stub.bodies[-1]
+        body = site.bodies[-1]
         sent = [text for text in (body.get("image"), *body.get("references", ())) if text]
         return [decoded(text).convert("RGB").getpixel((0, 0)) for text in sent]
 
@@ -1222,7 +1282,7 @@ def test_reference_images(site: Site) -> None:
     page.wait_for_selector("#references li >> nth=1")
     site.draw("a red apple")
     assert colours() == [red, green, blue]
-    assert "strength" not in site.stub.bodies[-1]
+    assert "strength" not in site.bodies[-1]
     page.click('[aria-label="Move reference image 2 forward"]')
     page.click('[aria-label="Remove reference image 3"]')
     page.wait_for_selector("#references li >> nth=1", state="detached")
@@ -1244,28 +1304,25 @@ def test_reference_images(site: Site) -> None:
     assert "2 more reference images" in page.inner_text("#input-hint")  # which a mask leaves out
     site.draw("a red apple")
     assert colours() == [red]
-    assert "mask" in site.stub.bodies[-1]
+    assert "mask" in site.bodies[-1]
 
 
 @thorough
 def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
-    site.stub.card = {
-        "guided": False, "negative_prompt": False, "prompt_weights": False, "clip_skip": 0, "samplers": ("ddim",),
-    }  # fmt: skip
-    site.open()
+    site.card(guided=False, negative_prompt=False, prompt_weights=False, clip_skip=0, samplers=("ddim",))
     page = site.page
     for name in ("negative", "guidance", "syntax", "clip-skip", "style"):
         assert page.locator(f"#{name}-field").is_hidden()
     assert page.locator("#sampler option").count() == 2
     site.draw("a (red:1.5) apple")
     assert page.locator("#syntax-note").is_hidden()
-    assert not {"guidance_scale", "negative_prompt", "options"} & site.stub.bodies[0].keys()
+    assert not {"guidance_scale", "negative_prompt", "options"} & site.bodies[0].keys()
     site.card(no_guidance=0.0, guidance_scale=0.0)
     page.wait_for_selector("#negative:disabled")
     page.fill("#guidance-number", "0.5")
     page.fill("#negative", "grey")
     site.draw("a red apple")
-    assert (site.stub.bodies[1]["guidance_scale"], site.stub.bodies[1]["negative_prompt"]) == (0.5, "grey")
+    assert (site.bodies[1]["guidance_scale"], site.bodies[1]["negative_prompt"]) == (0.5, "grey")
 
 
 @browser_only
@@ -1273,13 +1330,12 @@ def test_vaes_of_the_folder(site: Site) -> None:
     """One is sent with each job, stays chosen, and comes back from images, by whatever ending they name it."""
     page = site.page
     assert page.locator("#vae-field").is_hidden()
-    site.stub.card = {"vaes": {"vae-ft-mse": "", "xl": "xl.safetensors makes other latents"}}
-    site.open()
+    site.card(vaes={"vae-ft-mse": "", "xl": "xl.safetensors makes other latents"})
     assert page.locator("#vae option:disabled").evaluate_all("nodes => nodes.map(node => node.value)") == ["xl"]
     site.draw("a red apple")
     page.select_option("#vae", "vae-ft-mse")
     site.draw("a red apple")
-    assert [body.get("vae") for body in site.stub.bodies] == [None, "vae-ft-mse"]
+    assert [body.get("vae") for body in site.bodies] == [None, "vae-ft-mse"]
     site.open()
     assert page.input_value("#vae") == "vae-ft-mse"
     for name, chosen, said in (("", "", False), ("VAE-ft-mse.ckpt", "vae-ft-mse", False), ("gone", "", True)):
@@ -1293,7 +1349,7 @@ def test_vaes_of_the_folder(site: Site) -> None:
 @thorough
 def test_two_models(site: Site) -> None:
     """What belongs to a model stays with its images, whichever is chosen meanwhile."""
-    page, engine = site.page, site.stub.engine
+    page, engine = site.page, site.engine
     engine.cards = (CARD, replace(CARD, id="other", sampler="DDIM", no_guidance=0.0, styles=("flat",)))
     engine.shelf = {"other": engine.shelf["stub"], "stub": ()}
     site.open()
@@ -1301,7 +1357,13 @@ def test_two_models(site: Site) -> None:
     page.click("#adapters summary")
     page.select_option("#adapter-add", "ink")
     page.select_option("#style", "flat")
-    site.stub.slow = {"other": 0.2}
+    listed = engine.adapters
+
+    def slowly(model: str | None) -> Sequence[AdapterCard]:
+        time.sleep(0.2 if model == "other" else 0)
+        return listed(model)
+
+    engine.adapters = slowly
     site.open()
     assert (page.input_value("#style"), page.inner_text("#adapters-text")) == ("flat", "ink 1")
     with engine.turn:
@@ -1313,7 +1375,7 @@ def test_two_models(site: Site) -> None:
     assert {"other", "DDIM", "ink 1"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
     page.click("#viewer-actions >> text=Restore settings")
     site.draw("a red apple")
-    assert (site.stub.bodies[1]["model"], site.stub.bodies[1]["adapters"]) == ("other", {"ink": 1})
+    assert (site.bodies[1]["model"], site.bodies[1]["adapters"]) == ("other", {"ink": 1})
     site.open()
     assert page.inner_text("#adapters-text") == "ink 1"
     engine.shelf["stub"] = engine.shelf["other"]
@@ -1328,13 +1390,13 @@ def test_two_models(site: Site) -> None:
     assert page.inner_text("#adapters-text") == "ink 0.5"
     site.key("e")
     site.images(3)
-    assert (site.stub.bodies[2]["model"], site.stub.bodies[2]["guidance_scale"]) == ("other", 0)
+    assert (site.bodies[2]["model"], site.bodies[2]["guidance_scale"]) == ("other", 0)
 
 
 @browser_only
 def test_another_model_keeps_what_was_chosen(site: Site) -> None:
     """The rest becomes the model's; what it cannot do is changed and said; a reload changes nothing of it."""
-    page, engine = site.page, site.stub.engine
+    page, engine = site.page, site.engine
     fast = replace(
         CARD, id="fast", steps=2, guidance_scale=1.0, max_steps=8, samplers=("ddim", "euler_a"), sampler="ddim",
         sizes=((96, 96),), native=(96, 96),
@@ -1376,7 +1438,7 @@ def test_another_model_keeps_what_was_chosen(site: Site) -> None:
     assert form() == ["8", "3", "", "96", "96"]
     page.evaluate("document.getElementById('reset').click()")
     assert change("large") == ["30", "5", "", "64", "64"]
-    made = {"prompt": "a fox", "steps": 30, "sampler": "ddim", "width": 88, "height": 64}
+    made = {"prompt": "a fox", "num_inference_steps": 30, "sampler": "ddim", "width": 88, "height": 64}
     site.give(made)
     page.wait_for_function("() => document.getElementById('prompt').value === 'a fox'")
     page.select_option("#model", "stub")
@@ -1386,16 +1448,16 @@ def test_another_model_keeps_what_was_chosen(site: Site) -> None:
 @browser_only
 def test_use_of_a_twin_changes_the_model_alone(site: Site) -> None:
     """What did not fit before is tried again, and what was changed meanwhile stays."""
-    page, engine = site.page, site.stub.engine
+    page, engine = site.page, site.engine
     twin = replace(CARD, steps=50, sizes=((64, 64), (128, 64)))
     engine.cards = (CARD, replace(twin, id="a/twin"), replace(twin, id="b/twin"))
     engine.shelf = {card.id: () for card in engine.cards}
     site.open()
     settings = {
-        "prompt": "a fox", "model": "twin", "steps": 4, "guidance_scale": 7, "sampler": "ddim", "width": 128,
-        "height": 64, "options": {"sigmas": "karras"},
+        "prompt": "a fox", "model": "twin", "num_inference_steps": 4, "guidance_scale": 7, "sampler": "ddim",
+        "width": 128, "height": 64, "options": {"sigmas": "karras"},
     }  # fmt: skip
-    data = encoded(Image.new("RGB", (64, 64)), "png", settings)
+    data = encoded(Image.new("RGB", (64, 64)), settings)
     names = ("model", "steps-number", "guidance-number", "sampler", "sigmas", "size")
     for written, steps in ((None, "4"), ("9", "9")):
         page.select_option("#model", "stub")
@@ -1414,13 +1476,17 @@ def test_use_of_a_twin_changes_the_model_alone(site: Site) -> None:
 @browser_only
 def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     """The notice says what is left, closes with the last of it, and leaves Generate free on a phone."""
-    page, engine = site.page, site.stub.engine
+    page, engine = site.page, site.engine
     files = ("ink", "a/twin", "b/twin", "wash")
     engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
     page.set_viewport_size({"width": 390, "height": 700})
     site.open()
-    missing = ["<lora:ink:0.5>", "<lora:twin:1>"]
-    made = {"prompt": "a fox, , red, ,", "adapters": {"wash": 0.2}, "missing": missing}
+    missing = {"<lora:ink:0.5>": "", "<lora:twin:1>": ""}
+    made: dict[str, Any] = {
+        "prompt": "a fox, , red, ,",
+        "adapters": {"wash": {"weight": 0.2, "file": "a"}},
+        "other": missing,
+    }
     site.give(made)
     notice = page.locator(".toast p", has_text="without")
     notice.wait_for()
@@ -1440,16 +1506,15 @@ def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     page.reload()
     page.wait_for_selector("body[data-ready]")
     site.draw("a red apple")
-    assert site.stub.bodies[0]["adapters"] == {"wash": 0.2, "ink": 0.5, "b/twin": 1}
-    made |= {"model": CARD.id, "adapters": {"wash": 0.2, "gone": 1}, "missing": []}
-    site.give(made)
+    assert site.bodies[0]["adapters"] == {"wash": 0.2, "ink": 0.5, "b/twin": 1}
+    made["adapters"]["gone"] = {"weight": 1, "file": "a"}
+    site.give({**made, "model": CARD.id, "other": {}})
     page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
 
 
 @thorough
 def test_an_image_beside_the_prompt_is_dropped_or_pasted_where_it_belongs(site: Site) -> None:
-    site.stub.controls, site.stub.ip_adapters = NETS[:1], ("plain",)
-    site.open()
+    site.card(controls=NETS[:1], ip_adapters=("plain",))
     site.drop("#control", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#control-remove", state="visible")
     site.drop("#image-prompt", Image.new("RGB", (48, 64)), ("paste",))
@@ -1457,18 +1522,17 @@ def test_an_image_beside_the_prompt_is_dropped_or_pasted_where_it_belongs(site: 
     for name in ("input", "control-network-field", "image-prompt-network-field"):
         assert site.page.locator(f"#{name}").is_hidden()
     site.draw("a red apple")
-    body = site.stub.bodies[0]
+    body = site.bodies[0]
     assert decoded(body["control"]).size == (64, 64)
     assert decoded(body["image_prompt"]["image"]).size == (48, 64)
     site.key("Shift+V")
     site.images(2)
-    assert {"image", "control", "image_prompt"} <= site.stub.bodies[1].keys()
-    site.stub.controls, site.stub.ip_adapters = (), ()
-    site.open()
+    assert {"image", "control", "image_prompt"} <= site.bodies[1].keys()
+    site.card()
     site.key("r")  # a server without the networks takes the rest of the settings
     site.page.wait_for_selector("#input", state="visible")
     site.draw("a pear")
-    assert {"image", "control", "image_prompt"} & site.stub.bodies[2].keys() == {"image"}
+    assert {"image", "control", "image_prompt"} & site.bodies[2].keys() == {"image"}
 
 
 @thorough
@@ -1478,8 +1542,8 @@ def test_vary_and_compare(site: Site) -> None:
     site.images(2)
     site.key("Shift+V")
     site.images(3)
-    assert "image" not in site.stub.bodies[1]
-    assert decoded(site.stub.bodies[2]["image"]).size == (64, 64)
+    assert "image" not in site.bodies[1]
+    assert decoded(site.bodies[2]["image"]).size == (64, 64)
     for tile in range(2):
         site.key("x", tile)
     site.page.click("#selection-compare")
@@ -1493,19 +1557,19 @@ def test_upscale(site: Site) -> None:
     site.page.click(".tile .open")
     site.page.click("#viewer-actions >> text=Upscale 2 ×")
     site.images(2)
-    first = site.stub.bodies[1]
+    first = site.bodies[1]
     assert (first["upscale"], first.get("width"), decoded(first["image"]).size) == (2, None, (64, 64))
     assert first["prompt"] == ""  # a part of an apple is no apple
     assert site.page.inner_text(".tile[data-id] .caption >> nth=0") == "a red apple"
     site.key("e")  # what was upscaled can be again
     site.images(3)
-    assert decoded(site.stub.bodies[2]["image"]).size == (128, 128)
+    assert decoded(site.bodies[2]["image"]).size == (128, 128)
     site.key("v")  # a new seed begins from the same image
     site.images(4)
-    assert (site.stub.bodies[3]["upscale"], decoded(site.stub.bodies[3]["image"]).size) == (2, (128, 128))
+    assert (site.bodies[3]["upscale"], decoded(site.bodies[3]["image"]).size) == (2, (128, 128))
     site.key("Shift+V")
     site.images(5)
-    assert (site.stub.bodies[4]["upscale"], decoded(site.stub.bodies[4]["image"]).size) == (1, (256, 256))
+    assert (site.bodies[4]["upscale"], decoded(site.bodies[4]["image"]).size) == (1, (256, 256))
     site.page.click(".tile .open")
     assert "256 × 256" in site.page.inner_text("#viewer-settings")
     site.page.click("#viewer-actions >> text=Restore settings")
@@ -1514,11 +1578,11 @@ def test_upscale(site: Site) -> None:
     assert site.page.evaluate("document.activeElement.id") == "prompt"
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.locator("#input").is_hidden()  # an upscale begins from no input of the form
-    assert site.page.input_value("#seed") == str(site.stub.engine.asks[0].seed)  # of the image before
+    assert site.page.input_value("#seed") == str(site.engine.accepted[0].pictures[0].seed)  # of the image before
     assert site.page.input_value("#size") == "64x64"
     site.page.click(".toast >> text=Upscale again")
     site.images(6)
-    assert site.stub.bodies[5]["upscale"] == 1
+    assert site.bodies[5]["upscale"] == 1
 
 
 @thorough
@@ -1526,17 +1590,16 @@ def test_upscale(site: Site) -> None:
 def test_an_upscaled_image_of_elsewhere(saving: Site, how: str) -> None:
     """Its size is that before it was upscaled; the seed of that image is not in the file."""
     made = {"prompt": "", "seed": 7, "width": 192, "height": 128, "upscale": {"scale": 2.0, "prompt": "a fox"}}
-    assert saving.stub.folder
-    saving.stub.folder.mkdir()
+    assert saving.folder
+    saving.folder.mkdir()
     image = Image.new("RGB", (192, 128))
-    save_numbered(saving.stub.folder, image, made, 7)
+    save_numbered(saving.folder, image, made, 7)
     saving.open()
     page = saving.page
     if how == "the folder":
         saving.key("r")
     else:
-        data = encoded(image, "png", {**made, "upscale": 2.0, "prompt": "a fox"})
-        saving.give(data=data)
+        saving.give(data=encoded(image, made))
     page.wait_for_selector(".toast >> text=upscaled 2 ×")
     assert (page.input_value("#size"), page.input_value("#seed")) == ("96x64", "")
     assert page.input_value("#prompt") == "a fox"
@@ -1544,24 +1607,24 @@ def test_an_upscaled_image_of_elsewhere(saving: Site, how: str) -> None:
 
 @thorough
 def test_sheet(site: Site) -> None:
-    site.stub.engine.pace = 0.01
+    site.engine.pace = 0.01
     site.page.fill("#prompt", "a red apple")
     site.page.click("#open-sheet")
     site.page.fill("#sheet-x-values", "1, 4")
     site.page.fill("#sheet-y-values", "2, 3, 4")
     site.page.click("#sheet-draw")
     site.images(1)
-    asked = {(body["guidance_scale"], body["steps"]) for body in site.stub.bodies}
+    asked = {(body["guidance_scale"], body["steps"]) for body in site.bodies}
     assert asked == {(x, y) for x in (1, 4) for y in (2, 3, 4)}
-    assert len({body["seed"] for body in site.stub.bodies}) == 1
+    assert len({body["seed"] for body in site.bodies}) == 1
     assert site.page.locator(".tile .caption").inner_text() == "Sheet: a red apple"
 
 
 @thorough
 def test_a_sheet_is_one_file(saving: Site) -> None:
     """Another browser shows it, in place of its images, with what varies."""
-    site, folder = saving, saving.stub.folder
-    site.stub.engine.pace = 0.01
+    site, folder = saving, saving.folder
+    site.engine.pace = 0.01
     site.page.fill("#prompt", "a red apple")
     site.page.click("#open-sheet")
     site.page.fill("#sheet-x-values", "1, 4")
@@ -1601,7 +1664,7 @@ def test_what_a_sheet_varies(site: Site) -> None:
     site.page.fill("#sheet-y-values", "0, 0.5")
     site.page.click("#sheet-draw")
     site.images(1)
-    asked = {(body["width"], body["adapters"]["ink"]) for body in site.stub.bodies}
+    asked = {(body["width"], body["adapters"]["ink"]) for body in site.bodies}
     assert asked == {(64, 0), (96, 0), (64, 0.5), (96, 0.5)}
 
 
@@ -1612,7 +1675,7 @@ def test_a_sheet_of_samplers_and_schedule_types(site: Site) -> None:
     page.fill("#prompt", "a red apple")
 
     def asked(x: str, y: str) -> set[tuple[str | None, str | None]]:
-        before, images = len(site.stub.bodies), site.count(".tile[data-id]")
+        before, images = len(site.bodies), site.count(".tile[data-id]")
         page.click("#open-sheet")
         page.select_option("#sheet-x", "sampler")
         page.fill("#sheet-x-values", x)
@@ -1621,7 +1684,7 @@ def test_a_sheet_of_samplers_and_schedule_types(site: Site) -> None:
             page.fill("#sheet-y-values", y)
         page.click("#sheet-draw")
         site.images(images + 1)
-        bodies = site.stub.bodies[before:]
+        bodies = site.bodies[before:]
         return {(body.get("sampler"), body.get("options", {}).get("sigmas")) for body in bodies}
 
     assert asked("dpm++ 2m karras, DDIM", "") == {("dpmpp_2m", "karras"), ("ddim", None)}
@@ -1638,7 +1701,7 @@ def test_a_sheet_of_samplers_and_schedule_types(site: Site) -> None:
 
 @thorough
 def test_a_sheet_waits_fails_and_is_cancelled(site: Site) -> None:
-    page, engine = site.page, site.stub.engine
+    page, engine = site.page, site.engine
     engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=1)
     page.fill("#prompt", "a red apple")
     page.click("#open-sheet")
@@ -1653,15 +1716,15 @@ def test_a_sheet_waits_fails_and_is_cancelled(site: Site) -> None:
     page.wait_for_selector(".tile.drawing")
     page.click("#queue-cancel")
     page.wait_for_selector("#empty", state="visible")
-    asked = len(site.stub.bodies)
+    asked = len(site.bodies)
     page.wait_for_timeout(1000)
-    assert len(site.stub.bodies) == asked
+    assert len(site.bodies) == asked
 
 
 @thorough
 def test_keyboard_only(site: Site) -> None:
     press = site.page.keyboard.press
-    site.stub.engine.pace = 0.4
+    site.engine.pace = 0.4
     press("/")
     site.page.keyboard.type("a red apple")
     press("Enter")
@@ -1686,18 +1749,18 @@ def test_keyboard_only(site: Site) -> None:
 
 @thorough
 def test_a_full_queue_is_tried_again(site: Site) -> None:
-    site.stub.engine.refusal = Rejected(503, "draining", "the server is shutting down", retry_after=1)
+    site.engine.refusal = Rejected(503, "draining", "the server is shutting down", retry_after=1)
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector(".tile >> text=the server is shutting down")
-    site.stub.engine.refusal = Rejected(429, "queue_full", "2 images wait", retry_after=1)
+    site.engine.refusal = Rejected(429, "queue_full", "2 images wait", retry_after=1)
     site.page.wait_for_selector(".tile >> text=The queue is full. Next try in")
-    site.stub.engine.refusal = None
+    site.engine.refusal = None
     site.images(1)
 
 
 @thorough
 def test_a_key_is_asked_for(site: Site) -> None:
-    site.stub.key = "secret"
+    site.secret = "secret"
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector("#key[open]")
     site.page.fill("#key-value", "secret")
@@ -1710,7 +1773,7 @@ def test_a_key_is_asked_for(site: Site) -> None:
 @thorough
 def test_the_folder_is_shown_once_the_key_is_there(saving: Site) -> None:
     saving.draw("a red apple")
-    saving.stub.key = "secret"
+    saving.secret = "secret"
     saving.another_browser()
     saving.page.wait_for_selector("#key[open]")
     assert saving.count(".tile") == 0
@@ -1732,10 +1795,10 @@ def test_the_server_is_gone_and_comes_back(site: Site) -> None:
 
 @thorough
 def test_a_failed_job_says_why(site: Site) -> None:
-    site.stub.engine.fails = ("out_of_memory", "No memory is left.")
+    site.engine.fails = ("out_of_memory", "No memory is left.")
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector(".tile.failed >> text=No memory is left.")
-    site.stub.engine.fails = None
+    site.engine.fails = None
     site.page.click("text=Try again")
     site.images(1)
 
@@ -1774,7 +1837,7 @@ def test_themes(site: Site) -> None:
 
 @thorough
 def test_a_refused_setting_is_pointed_at(site: Site) -> None:
-    site.stub.engine.refusal = Rejected(422, "invalid_value", "steps=20 is too many.", param="steps")
+    site.engine.refusal = Rejected(422, "invalid_value", "steps=20 is too many.", param="steps")
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector("#form-error >> text=steps=20 is too many.")
     assert site.page.get_attribute("#steps-number", "aria-invalid") == "true"
@@ -1785,14 +1848,14 @@ def test_a_refused_setting_is_pointed_at(site: Site) -> None:
     site.page.fill("#guidance-number", "0.5")
     site.draw("a red apple", wait=False)  # which need not be asked for
     site.page.wait_for_selector(".field:has(#guidance-number) #form-error", state="visible")
-    assert len(site.stub.bodies) == 1
+    assert len(site.bodies) == 1
 
 
 @thorough
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_refused_adapter_is_in_view(site: Site, width: int) -> None:
     page = site.page
-    site.stub.engine.refusal = Rejected(422, "invalid_value", "adapters: 'gone' is not here.", param="adapters")
+    site.engine.refusal = Rejected(422, "invalid_value", "adapters: 'gone' is not here.", param="adapters")
     free = """() => {
         const [error, bar] = ["form-error", "draw"].map((id) => document.getElementById(id).getBoundingClientRect());
         return error.height > 0 && error.top >= 0 && error.bottom <= Math.min(innerHeight, bar.top);
@@ -1836,27 +1899,27 @@ def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
     page = site.page
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 800})
-    site.stub.controls, site.stub.ip_adapters = NETS, ("plain", "plus-face")
-    site.card(sizes=((64, 64), (128, 128)))
+    beside = {"controls": NETS, "ip_adapters": ("plain", "plus-face")}
+    site.card(sizes=((64, 64), (128, 128)), **beside)
     found = {"empty": findings(page, axe)}
     site.draw("a red apple")
     site.draw("a dog face")
     page.evaluate("for (const node of document.querySelectorAll('details')) node.open = true")
     page.select_option("#adapter-add", "ink")
     found["done"] = findings(page, axe)
-    site.card(references=3)
+    site.card(references=3, **beside)
     for _ in range(2):
         site.drop("#input", Image.new("RGB", (64, 64)))
     page.wait_for_selector("#references li")
     found["references"] = findings(page, axe)
     found |= {name: findings(page, axe) for name in site.dialogs()}
-    site.stub.engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=60)
+    site.engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=60)
     site.draw("a cat", wait=False)
     page.wait_for_selector(".tile.waits")
     site.key("x")
     found["waits and selected"] = findings(page, axe)
-    site.stub.engine.refusal = None
-    site.stub.engine.fails = ("out_of_memory", "No memory is left.")
+    site.engine.refusal = None
+    site.engine.fails = ("out_of_memory", "No memory is left.")
     site.draw("a fox", wait=False)
     page.wait_for_selector(".tile.failed")
     found["failed"] = findings(page, axe)

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import canvax
 from canvax.call import HIRES_STRENGTHS, Call
@@ -89,13 +88,12 @@ def test_nothing_recompiles(emoji: canvax.Pipeline) -> None:
     draw(emoji, "a cat", seed=1)
     before = compilations()
     draw(emoji, "a dog", "yellow", seed=2)
-    for steps in (10, 25, 50):
+    for steps in (3, 25):
         draw(emoji, "a dog", num_inference_steps=steps)
     samplers = ["DDIM", "DDPM", "PNDM", "Euler", "Euler a", "DPM++ 2M", "DPM++ 2M Karras", "Euler Karras"]
     for sampler in samplers:
-        draw(emoji, "a dog", sampler=sampler)
-    for guidance in (3, 9):
-        draw(emoji, "a dog", guidance_scale=guidance)
+        draw(emoji, "a dog", sampler=sampler, num_inference_steps=4)
+    draw(emoji, "a dog", guidance_scale=9)
     every = canvax.Options(
         eta=0.5, spacing="linspace", guidance_rescale=0.7, clip_skip=1, noise="torch", progress=False
     )
@@ -229,9 +227,6 @@ def test_options_of_numpy_are_plain(emoji: canvax.Pipeline) -> None:
     )
     told = draw(emoji, "a cat", num_inference_steps=None, options=options).metadata[0]
     assert json.loads(json.dumps(told))["options"]["clip_skip"] == 1
-    for wrong in ({"reuse_layers": [1]}, {"spacing": ["leading"]}):
-        with pytest.raises(canvax.InputError, match=next(iter(wrong))):
-            canvax.Options(**wrong)
 
 
 def test_a_pipeline_is_a_line(emoji: canvax.Pipeline) -> None:
@@ -266,65 +261,6 @@ def test_progress_names_compiling(
 def test_without_stderr(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert len(emoji("a cat", num_inference_steps=2)) == 1
-
-
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "height": ({"height": 100}, "height=100 is not divisible by 8; use 96 or 104"),
-    "too many steps": ({"num_inference_steps": 5000}, "num_inference_steps=5000"),
-    "sampler": ({"sampler": "DPM++ 2Mm"}, "DPM\\+\\+ 2M"),
-    "NaN guidance": ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
-    "negatives": ({"negative_prompt": ["a", "b"]}, "2 entries for 1 prompts"),
-    "seeds": ({"seed": [1, 2]}, "2 entries for 1 images"),
-    "latents shape": ({"latents": np.zeros((1, 4, 16, 16))}, ", ".join(map(str, (1, *LATENTS)))),
-    "latents values": ({"latents": np.full((1, *LATENTS), np.nan)}, "finite"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str, emoji: canvax.Pipeline) -> None:
-    changes, message = BAD[name]
-    arguments = {"prompt": "a cat", "options": QUIET} | changes
-    before = compilations()
-    with pytest.raises(canvax.InputError, match=message):
-        emoji(**arguments)
-    assert compilations() == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"eta": 2.0}, "eta=2.0"),
-        ({"noise": "numpy"}, "noise='numpy'"),
-        ({"clip_skip": 1.5}, "clip_skip=1.5"),
-        ({"clip_skip": [1]}, r"clip_skip=\[1\]"),
-        ({"callback": 5}, "callback=5 is not a function"),
-        ({"guidance_interval": 0.5}, "^guidance_interval="),
-    ],
-)
-def test_bad_options(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(canvax.InputError, match=message):
-        canvax.Options(**changes)
-
-
-def test_bad_options_in_use(emoji: canvax.Pipeline) -> None:
-    for options in ({"clip_skip": 2}, {"spacing": "leeding"}, {"sigmas": "karas"}):
-        with refused(*options):
-            emoji("a cat", options=canvax.Options(progress=False, **options))
-    for given in ({"clip_skip": 1}, 5):
-        with refused("options"):
-            emoji("a cat", options=given)  # pyright: ignore[reportArgumentType]
-    own = canvax.Options(sampler_settings={"timesteps": [999, 500, 250]}, progress=False)
-    with refused("num_inference_steps"):
-        emoji("a cat", num_inference_steps=7, options=own)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"mesh": Mesh(np.array(jax.devices()[:1]), ("x",))}, "mesh"), ({"dtype": "int8"}, "dtype='int8'")],
-)
-def test_bad_arguments_come_before_the_model(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(canvax.InputError, match=message):
-        canvax.load("./there-is-no-such-folder", **arguments)
 
 
 def test_a_bad_size_of_the_cache_comes_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,10 +401,6 @@ def test_numbers_of_numpy(emoji: canvax.Pipeline, tmp_path: Path) -> None:
     result = draw(emoji, "a cat", num_images_per_prompt=np.int64(4), seed=np.array([3, 9, 1, 2]), height=np.int32(64))
     assert [meta["seed"] for meta in result.metadata] == [3, 9, 1, 2]
     assert draw(emoji, "a cat", seed=np.int64(3)).metadata[0]["seed"] == 3
-    with refused("latents"):
-        draw(emoji, "a cat", latents="x")
-    with pytest.raises(canvax.InputError, match=r"^model=None"):
-        canvax.load(None)  # pyright: ignore[reportArgumentType]
     (tmp_path / "file").write_text("")
     with refused("path"):
         result.save(tmp_path / "file")

@@ -18,7 +18,7 @@ from canvax.cli import BAD_INPUT, main
 from canvax.cli.plan import lines, parse_sides
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
-from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.errors import CanvaxError, CheckpointError
 from canvax.families.known import PRESETS
 from canvax.families.read import read_model
 from canvax.families.sd import SD
@@ -68,22 +68,6 @@ def test_targets(text: str, name: str, shape: tuple[int, ...], options: dict[str
     platform = {"platform": "cuda" if "topology" in options else "tpu"}
     assert (target.chip.name, target.shape, target.topology) == (name, shape, options | platform)
     assert parse_target(str(target)) == target
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("v5f:2x2", "did you mean 'v5"),
-        ("a100", "not known; there are 'a100-40gb' and 'a100-80gb'"),
-        ("v5e", "how the chips are wired"),
-        ("v5e:2x2x2x2", "how the chips are wired"),
-        ("v5e:0x2", "no chips"),
-        ("v5e:2x2x2", "lie in a plane"),
-    ],
-)
-def test_wrong_targets(text: str, said: str) -> None:
-    with pytest.raises(InputError, match=said.replace("?", "[?]")):
-        parse_target(text)
 
 
 def test_data_sheets_are_plausible() -> None:
@@ -277,22 +261,6 @@ def test_plans_are_kept(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not told().programs[0].reused
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"batch": 3}, r"batch=3 cannot be split over data=4 devices; use 4"),
-        ({"batch": 0}, r"batch=0 is not a whole number"),
-        ({"height": 1001}, r"height=1001 is not divisible by 8; use 1000 or 1008"),
-        ({"mesh": {"data": 2}}, r"has 2 devices, tpu-v5e:2x2 has 4; their product must be 4"),
-        ({"mesh": {"modle": 2}}, r"an axis 'modle'; did you mean 'model'"),
-    ],
-)
-def test_bad_input(arguments: dict[str, Any], said: str) -> None:
-    """Found before anything is compiled."""
-    with pytest.raises(InputError, match=said):
-        canvax.plan(**({"model": "tiny", "target": "v5e:2x2"} | arguments))
-
-
 def test_axes() -> None:
     target = parse_target("v5e:2x2")
     assert check_axes(None, 4, target) == {"data": 4, "model": 1}
@@ -372,18 +340,9 @@ def test_steps_and_guidance_of_a_checkpoint(tmp_path: Path, capsys: pytest.Captu
     assert (report["steps"], report["guided"]) == (8, False)
 
 
-@pytest.mark.parametrize("text", ["1024", "1024x", "1024x768px", "x", "-8x8"])
-def test_wrong_sizes(text: str) -> None:
-    with refused("size"):
-        parse_sides("size", text)
-
-
 def test_sizes_and_axes_as_typed() -> None:
     assert parse_sides("size", "1024X768") == (1024, 768)
     assert parse_mesh("data=2, model=2") == {"data": 2, "model": 2}
-    for text in ("data", "data=2,data=2", "data=x", ""):
-        with pytest.raises(InputError, match="mesh"):
-            parse_mesh(text)
 
 
 def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,10 @@ from canvax.planning.plan import Plan, ProgramPlan
 from canvax.planning.targets import environment
 from tests.support.tiny_preset import TINY
 
-pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: canvax[tpu]")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: canvax[tpu]"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of, wei
 from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.samplers import build_table
 from canvax.samplers.table import DENOISED
-from tests.support.refusals import refused
 from tests.support.small_sdxl import build
 from tests.support.timing import processor_seconds
 
@@ -342,33 +341,6 @@ def test_conditions_in_place_of_prompts(emoji: canvax.Pipeline) -> None:
     np.testing.assert_allclose(
         named.latents, draw(emoji, "a red apple", num_inference_steps=2, guidance_scale=None).latents, atol=1e-5
     )
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("(a:1000000000)", "a weight of 1e.09, more than 100"),
-        ("(:1.2)", "has weights and no words"),
-        ("a AND b:1000", "a weight of 1000"),
-        ("word " * 10_000, "more than 8"),
-        ({}, "has no 'text'"),
-        ({"text": np.zeros((1, 77, 5))}, "give what pipe.encode returns"),
-        ({"text": np.zeros((1, 76, 160))}, "multiple of 77|give what"),
-        ({"text": np.full((1, 77, 160), np.nan)}, "not finite|give what"),
-    ],
-)
-def test_bad_prompts(prompt: Any, message: str, emoji: canvax.Pipeline) -> None:
-    with pytest.raises(canvax.InputError, match=message):
-        draw(emoji, prompt)
-
-
-def test_options_that_do_not_go_together(emoji: canvax.Pipeline) -> None:
-    with refused("prompt"):
-        draw(emoji, "a AND b", reuse=2)
-    with pytest.raises(canvax.InputError, match="encode each of them"):
-        emoji.encode("a AND b", prompt_syntax="a1111")
-    with pytest.raises(canvax.InputError, match="prompt_syntax='invoke' is not known"):
-        draw(emoji, "a", "invoke")
 
 
 # Two text encoders, many devices

@@ -234,7 +234,7 @@ def test_float16_holds_results_of_large_weights(name: str, platform: str) -> Non
     ("kind", "least"),
     [
         ("int8", 40),
-        ("int8-w8a8", 34),
+        pytest.param("int8-w8a8", 34, marks=pytest.mark.slow),
         *(pytest.param(kind, 28, marks=pytest.mark.weekly) for kind in ("float8", "float8-w8a8")),
     ],
 )
@@ -275,8 +275,6 @@ def test_half_precision_does_not_overflow(whole: np.ndarray) -> None:
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(canvax.InputError, match="quantize='int4' is not known; did you mean 'int8'"):
-        canvax.load("nobody/nothing", quantize="int4")
     pipe = canvax.load("emoji", quantize="int8")
     with pytest.raises(canvax.InputError, match="quantised to int8 cannot be saved; load the model without"):
         pipe.save(tmp_path / "saved")

@@ -157,9 +157,9 @@ VERB = {
 """First words of docstrings of all kinds, and of functions, and what to begin with."""
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str, bool]]:
+def docstrings(nodes: list[ast.AST]) -> Iterator[tuple[int, str, bool]]:
     """Yield line, text and whether it is a function's, of each docstring and string after an attribute."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
@@ -171,12 +171,11 @@ def docstrings(source: str) -> Iterator[tuple[int, str, bool]]:
                     yield part.lineno, text, acts
 
 
-def sentences(source: str) -> Iterator[tuple[int, str]]:
+def sentences(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and text of each string that has words, except docstrings; X stands for a value."""
-    tree = ast.parse(source)
-    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    skipped |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    skipped |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         match node:
             case _ if id(node) in skipped:
                 continue
@@ -201,8 +200,9 @@ def test_the_package_is_plain() -> None:
     found = []
     for path in MODULES:
         source = path.read_text(encoding="utf-8")
-        texts = [(line, text, OPENING | (VERB if acts else {}) | BETTER) for line, text, acts in docstrings(source)]
-        texts += [(line, text, BETTER) for line, text in (*comments(source), *sentences(source))]
+        nodes = list(ast.walk(ast.parse(source)))
+        texts = [(line, text, OPENING | (VERB if acts else {}) | BETTER) for line, text, acts in docstrings(nodes)]
+        texts += [(line, text, BETTER) for line, text in (*comments(source), *sentences(nodes))]
         name = path.relative_to(PACKAGE)
         found += [f"{name}:{line} {fault}" for line, text, rules in texts for fault in not_plain(text, rules)]
     assert not found, "\n".join(found)

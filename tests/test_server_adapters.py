@@ -24,6 +24,7 @@ from canvax.compile.monitor import counting
 from canvax.errors import CheckpointError, InputError
 from canvax.images.infotext import from_infotext, settings_left
 from canvax.images.metadata import read_metadata
+from canvax.parallel.mesh import make_mesh
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings, Wanted
 from canvax.server.embedding_cache import EmbeddingCache, reading
 from canvax.server.engine import EngineSettings, ImageEngine
@@ -36,6 +37,7 @@ from canvax.weights.data_folder import embedding_files, using, vae_files
 from canvax.weights.embeddings import read_word
 from canvax.weights.location import BUNDLED
 from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.drawing import one_device
 from tests.support.serving import asked, b64, by_a1111, by_job, seen
 
 NAMES = ("ink", "clay", "wool")
@@ -94,9 +96,14 @@ def data(tmp_path_factory: pytest.TempPathFactory, small_folder: Path) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, data: Path) -> Iterator[tuple[httpx.Client, ImageEngine]]:
-    adapters = AdapterSettings(folder, (folder / "ink.safetensors",), places=PLACES)
-    with asked(EngineSettings(warm=(Warm(None, (1, 4)),), adapters=adapters)) as server:
+def server(folder: Path, data: Path, request: pytest.FixtureRequest) -> Iterator[tuple[httpx.Client, ImageEngine]]:
+    """On one device; on several where a test says so."""
+    mesh = make_mesh(jax.devices()[: getattr(request, "param", None) or 1])
+    settings = EngineSettings(
+        warm=(Warm(None, (1, 4)),),
+        adapters=AdapterSettings(folder, (folder / "ink.safetensors",), places=PLACES),
+    )
+    with asked(settings, load=lambda name: canvax.load(name, progress=False, mesh=mesh)) as server:
         yield server
 
 
@@ -116,6 +123,7 @@ ASKED: list[dict[str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("server", [None, pytest.param(8, marks=pytest.mark.slow)], indirect=True)
 def test_each_request_has_its_own(
     server: tuple[httpx.Client, ImageEngine], folder: Path, data: Path, emoji: canvax.Pipeline
 ) -> None:
@@ -448,7 +456,7 @@ def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> No
 
 
 def test_few_stay_on_the_devices(data: Path, small_folder: Path) -> None:
-    pipe = canvax.load("emoji", progress=False)
+    pipe = canvax.load("emoji", progress=False, mesh=one_device())
     cache = vae_cache(pipe.model, pipe.mesh, vae_files())
     first = cache.weights("soft", pipe.params)
     for name in VAES:
@@ -463,7 +471,7 @@ def test_a_file_alone_fits(small_folder: Path, tmp_path: Path) -> None:
     """Which has no config; its arrays say what it would."""
     (tmp_path / "models/VAE").mkdir(parents=True)
     shutil.copy(small_folder / "vae" / WEIGHTS, tmp_path / "models/VAE/vae-ft-mse.safetensors")
-    pipe = canvax.load(small_folder, progress=False)
+    pipe = canvax.load(small_folder, progress=False, mesh=one_device())
     with using(str(tmp_path)):
         cache = vae_cache(pipe.model, pipe.mesh, vae_files())
     assert cache.names == {"vae-ft-mse": ""}

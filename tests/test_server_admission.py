@@ -18,9 +18,10 @@ from canvax.server.jobs import Job, JobRequest, Rejected, State
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
+from tests.support.drawing import one_device
 from tests.support.serving import until
 
-PIPE = canvax.load("emoji", progress=False)
+PIPE = canvax.load("emoji", progress=False, mesh=one_device())
 APPLE = Image.new("RGB", (64, 64), "red")
 
 

@@ -89,11 +89,6 @@ def closed(closed_site: Web) -> Iterator[Web]:
     yield from fresh(closed_site)
 
 
-def wrong_of(api: str) -> int:
-    """What a body that is wrong is answered with."""
-    return 422 if api in ("a1111", "huggingface") else 400
-
-
 def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
@@ -406,6 +401,9 @@ def test_jobs_of_others_cannot_be_guessed_or_seen(closed: Web) -> None:
             check_refused("own", closed.http.request(method, f"/api/jobs/{name}{end}"), 401)
     told = closed.http.get("/sdapi/v1/progress", headers=bob).json()
     assert told["state"]["job"] == ""
+    mine = closed.done({"id": jobs[0]}, alice)
+    for path in (f"/api/jobs/{jobs[0]}/events", mine["images"][0]["url"]):
+        assert closed.http.get(path, headers=alice).status_code == 200
 
 
 def test_a_neighbour_neither_sees_nor_stops_what_is_drawn(closed: Web) -> None:
@@ -837,6 +835,11 @@ def test_keys_that_are_none(closed: Web, value: str) -> None:
 def test_an_idempotency_key_opens_nothing(closed: Web) -> None:
     alice, bob = ({"X-API-Key": f"{name}s-long-secret", "Idempotency-Key": "1"} for name in ("alice", "bob"))
     mine = closed.submit(alice, seed=1)
+    assert (
+        closed.submit(alice | {"Idempotency-Key": "2"}, seed=1)["id"]
+        != mine["id"]
+        == closed.submit(alice, seed=1)["id"]
+    )
     assert closed.submit(bob, seed=1)["id"] != mine["id"]
     for body in (
         {"seed": 2},
@@ -845,7 +848,7 @@ def test_an_idempotency_key_opens_nothing(closed: Web) -> None:
         {"prompt": "other", "seed": 1},
     ):
         answer = closed.http.post("/api/jobs", json={"prompt": "a red apple"} | body, headers=alice)
-        check_refused("own", answer, 422)
+        assert check_refused("own", answer, 422)["error"]["code"] == "key_reused"
         assert mine["id"] not in answer.text
     for key in ("x" * 129, "é", "a\tb", "\x7f", "x" * 60_000):
         headers = alice | {"Idempotency-Key": key.encode("latin-1")}

@@ -12,7 +12,9 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from canvax.samplers import CURVES
 from canvax.server.jobs import State
+from canvax.server.jobs_api import as_job
 from canvax.server.logs import JsonLines
 from canvax.server.rates import Rates
 from tests.support.serving import Web, check_refused, web
@@ -42,6 +44,12 @@ def described(text: str, keyword: str = "canvax") -> bytes:
 @pytest.mark.parametrize(
     ("text", "settings", "missing"),
     [
+        ('{"prompt": "a", "negative_prompt": "b", "seed": 5, "width": 64, "height": 64, "sampler": "Euler a", '
+         '"model": "stub", "vae": "v", "strength": 0.5, "noise": "given", "image_sha256": "ab"}',
+         {"prompt": "a", "negative_prompt": "b", "seed": 5, "width": 64, "height": 64, "sampler": "Euler a",
+          "model": "stub", "vae": "v", "strength": 0.5}, ["image", "latents"]),
+        ('{"prompt": "a", "options": {"reuse": 2, "denoising_end": 0.4, "clip_skip": 1, "hires": 2}}',
+         {"prompt": "a", "options": {"clip_skip": 1, "hires": 2}}, ["options.reuse", "options.denoising_end"]),
         ('{"prompt": "a", "seed": 1, "num_inference_steps": 20, "guidance_scale": 7}',
          {"prompt": "a", "seed": 1, "steps": 20, "guidance_scale": 7}, []),
         ('{"grid": [{"prompt": "a", "other": {"Hires": 2}}]}', {"prompt": "a"}, ["Hires: 2"]),
@@ -59,7 +67,29 @@ def test_settings_of_an_image_are_such_as_a_job_may_have(
 ) -> None:
     told = site.http.post("/api/inspect", content=described(text)).json()
     assert (told["settings"], sorted(told["missing"])) == (settings, sorted(missing))
-    assert told["metadata"]
+    whole = json.loads(text)
+    assert told["metadata"] in (whole, *whole.get("grid", ()))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "sigmas", "known"),
+    [
+        ("DPM++ 2M Karras", None, ("dpmpp_2m", "karras")),
+        ("dpmpp_2m_karras", "Beta", ("dpmpp_2m", "beta")),  # the option wins
+        ("DPM++ 2M", None, ("DPM++ 2M", None)),
+        ("EulerDiscreteScheduler", "sgm_uniform", ("EulerDiscreteScheduler", "sgm_uniform")),
+        (None, "Align Your Steps", (None, "ays")),
+        ("ddim", [14.6, 2.0, 0.0], ("ddim", [14.6, 2.0, 0.0])),
+        ("gone k", "gone", (None, "gone")),
+    ],
+)
+def test_the_schedule_of_a_sampler_is_a_setting(
+    sampler: str | None, sigmas: Any, known: tuple[str | None, Any]
+) -> None:
+    """However the image says it: by the names of the curves that /api/models lists."""
+    settings = as_job({"prompt": "a fox", "sampler": sampler, "options": {"sigmas": sigmas}})["settings"]
+    assert (settings.get("sampler"), settings.get("options", {}).get("sigmas")) == known
+    assert known[1] in [None, "gone", [14.6, 2.0, 0.0], *(curve.name for curve in CURVES)]
 
 
 def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:

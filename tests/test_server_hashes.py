@@ -20,6 +20,7 @@ from canvax.server import hashes
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.hashes import compute_hash, known_hash
 from canvax.server.models import Warm
+from tests.support.drawing import one_device
 from tests.support.serving import asked, by_a1111, until
 
 
@@ -52,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
     file.write_bytes(b"weights")
 
     def load(name: str) -> canvax.Pipeline:
-        pipe = canvax.load(name, progress=False)
+        pipe = canvax.load(name, progress=False, mesh=one_device())
         return replace(pipe, model=replace(pipe.model, files=replace(pipe.model.files, path=file)))
 
     with asked(EngineSettings(warm=(Warm((96, 64), (1,)),)), load=load) as server:

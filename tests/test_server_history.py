@@ -135,9 +135,11 @@ def test_images_of_one_name_are_deleted_side_by_side(site: tuple[Web, Path], fol
 
 
 def test_a_grid_is_a_sheet_with_the_settings_of_its_first_image(site: tuple[Web, Path], folder: Path) -> None:
-    save_image(folder / "grid.png", Image.new("RGB", (32, 16)), {"grid": [{"prompt": "a"}, {"prompt": "b"}]})
+    cells = [{"prompt": prompt, "guidance_scale": scale} for prompt, scale in (("a", 1.0), ("b", 7.5))]
+    save_image(folder / "grid.png", Image.new("RGB", (32, 16)), {"grid": cells})
     first = site[0].http.get("/api/images").json()["images"][0]
-    assert (first["kind"], first["settings"]) == ("sheet", {"prompt": "a", "varied": [["prompt", "a, b"]]})
+    varied = [["prompt", "a, b"], ["guidance_scale", "1, 7.5"]]
+    assert (first["kind"], first["settings"]) == ("sheet", {"prompt": "a", "varied": varied})
 
 
 def test_images_become_a_sheet(site: tuple[Web, Path], folder: Path) -> None:

@@ -72,6 +72,7 @@ for choice in ({{}}, {{"local_files_only": True}}):
 """
 
 
+@pytest.mark.slow
 def test_scheduler_from_the_hub(tmp_path: Path) -> None:
     """Its file alone is fetched; with the model in the cache, nothing is."""
     files = folder_files(write_small_checkpoint(tmp_path / "model", "flax"))

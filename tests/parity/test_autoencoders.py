@@ -164,7 +164,7 @@ ZERO = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 
 @pytest.mark.parametrize(("prediction", "changes"), [
-    ("v_prediction", ZERO),
+    pytest.param("v_prediction", ZERO, marks=pytest.mark.slow),
     *(pytest.param(*case, marks=pytest.mark.weekly) for case in (
         ("v_prediction", {}), (None, {"timestep_spacing": "trailing"}))),
 ])  # fmt: skip

@@ -80,7 +80,10 @@ def cases() -> Iterator[Any]:
     """All variants, and each solver with all predictions, which meet it in two columns of its table."""
     for name, fields in VARIANTS:
         for prediction in ("epsilon",) if fields else ("epsilon", "v_prediction", "sample"):
-            marks = () if not fields and prediction == "epsilon" else pytest.mark.slow
+            quick = (
+                not fields and prediction == "epsilon" and name != "KDPM2DiscreteScheduler"
+            )  # k-diffusion has it too
+            marks = () if quick else pytest.mark.slow
             yield pytest.param(name, fields, prediction, marks=pytest.mark.weekly if prediction == "sample" else marks)
 
 

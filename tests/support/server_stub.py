@@ -8,8 +8,8 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from PIL import Image
@@ -56,10 +56,15 @@ class StubEngine:
         words: textual inversions of all.
         starting: how far it is, while it accepts no job.
         watched: whether jobs begin when somebody watches them.
+        paint: returns the file of a finished image.
+        turn: held by each job that runs.
+        seed: returns the seed of a job that has none.
+        hints: of each job that is accepted.
     """
 
     starting = ""
     watched = False
+    hints: tuple[str, ...] = ()
 
     cards: tuple[ModelCard, ...] = (CARD,)
     shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (AdapterCard("ink", "ink-v1", "ink.safetensors"),)}
@@ -75,6 +80,9 @@ class StubEngine:
         self.refusal: Rejected | None = None
         self.fails: tuple[str, str] | None = None
         self.pace = pace
+        self.paint: Callable[[JobRequest, Picture], bytes] = plain
+        self.turn: AbstractContextManager[object] = nullcontext()
+        self.seed: Callable[[], int] = lambda: 1234
         self._go_on = threading.Event()
         self._go_on.set()
         self.book = JobStore(metrics or Metrics(), journal, 600.0, lambda job: None)
@@ -111,7 +119,7 @@ class StubEngine:
             raise Rejected(
                 404, "model_not_found", f"model={ask.model!r} is not served here; ask for 'stub'", param="model"
             )
-        steps, seed = ask.steps or CARD.steps, 1234 if ask.seed is None else ask.seed
+        steps, seed = ask.steps or CARD.steps, self.seed() if ask.seed is None else ask.seed
         width, height = ask.width or 64, ask.height or 64
         if ask.upscale and ask.image:
             width, height = (round(side * ask.upscale) for side in ask.image.size)
@@ -120,7 +128,8 @@ class StubEngine:
         if not 0 <= seed < 2**64:
             raise Rejected(400, "invalid_value", "seed must be in 0..2**64-1", param="seed")
         pictures = [Picture(i, (seed + i) % 2**64, width, height, steps) for i in range(ask.n)]
-        job = Job(ask, CARD.id, pictures, cancel=self._cancel)
+        job = Job(ask, ask.model or CARD.id, pictures, cancel=self._cancel)
+        job.hints = self.hints
         with self.book.lock:
             if earlier := self.book.earlier(ask):
                 return earlier
@@ -142,6 +151,10 @@ class StubEngine:
         go_on = self._go_on
         while self.watched and not job._watchers:
             time.sleep(0.001)
+        with self.turn:
+            self._draw(job, go_on)
+
+    def _draw(self, job: Job, go_on: threading.Event) -> None:
         with self.book.lock:
             if not job.status.over:
                 job.tell(Changed(Status.RUNNING))
@@ -162,10 +175,15 @@ class StubEngine:
             self.book.fail(job, *self.fails)
             return
         for picture in job.pictures:
-            picture.data = drawn(picture.seed, (picture.width, picture.height), job.request.format)
+            picture.data = self.paint(job.request, picture)
             picture.metadata = {"prompt": job.request.prompt, "seed": picture.seed, "model": job.model}
             picture.status = Status.DONE
             self.book.finished(job, picture.index)
+
+
+def plain(ask: JobRequest, picture: Picture) -> bytes:
+    """An image of one colour."""
+    return drawn(picture.seed, (picture.width, picture.height), ask.format)
 
 
 def drawn(seed: int, size: tuple[int, int], kind: Any) -> bytes:

@@ -33,6 +33,7 @@ from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import State
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
+from tests.support.drawing import one_device
 from tests.support.server_stub import StubEngine
 
 APIS = {
@@ -97,13 +98,11 @@ def generating(
     settings: EngineSettings | None = None,
     web: Settings | None = None,
     journal: Journal | None = None,
-    load: Callable[[str], Any] = lambda name: canvax.load(name, progress=False),
+    load: Callable[[str], Any] = lambda name: canvax.load(name, progress=False, mesh=one_device()),
 ) -> Iterator[tuple[str, ImageEngine]]:
-    """The address of a whole server and its engine, by default with the model in the package."""
+    """The address of a whole server and its engine, by default with the model in the package on one device."""
     metrics = Metrics()
-    engine = ImageEngine(
-        ["emoji"], settings or EngineSettings(), metrics, load, journal=journal,
-    )  # fmt: skip
+    engine = ImageEngine(["emoji"], settings or EngineSettings(), metrics, load, journal=journal)
     engine.start()
     until(lambda: engine.state is not State.STARTING, 300)
     assert engine.failure is None

@@ -172,7 +172,7 @@ def _as_sheet(metadata: dict[str, Any], grid: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _sheet(folder: Path, body: NewSheet) -> str:
