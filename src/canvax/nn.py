@@ -1,8 +1,8 @@
 """Layers as pure functions of ``(params, x)``.
 
 Only ``linear``, ``gated_linear`` and the convolutions read a weight leaf, so this module is the only place that handles
-other kinds of leaf (quantised and streamed weights, low-rank adapters). Each layer is a pair of functions: the declaration
-(``*_spec``) and the computation.
+other kinds of leaf (quantised or streamed weights, low-rank adapters). Each layer is a pair of functions: the
+declaration (``*_spec``) and the computation.
 """
 
 from __future__ import annotations

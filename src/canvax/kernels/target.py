@@ -121,8 +121,8 @@ def compile_or_fall_back(
     """Compile ``function`` for the devices of ``mesh``; also return whether no fallback was needed.
 
     If a GPU's cuDNN is missing or has no attention for the GPU, the program is compiled without cuDNN: slower, but it
-    works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``streams``: it copies
-    weights from the host's memory while it runs. ``options`` are arguments of ``jax.jit``.
+    works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``options`` are
+    arguments of ``jax.jit``; with ``streams`` the program copies weights from the host's memory while it runs.
     """
 
     def compiled(*, fused: bool) -> Compiled:

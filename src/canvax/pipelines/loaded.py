@@ -13,12 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from canvax.call import LAYERS, Offload
 from canvax.compile.additions import DeepFeatures, Keeps, ReadsControls, ReadsImage, ReadsImagePrompts, ReadsReferences
 from canvax.compile.aot import Build
 from canvax.compile.cache import size_limit
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
-from canvax.call import LAYERS, Offload
 from canvax.errors import HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.familiar import SAVE, accepts
 from canvax.families.base import Model
@@ -443,14 +443,13 @@ def open_model(
         if check is not None:
             check(opened)
         check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)
-        if weights:
-            needed = weight_bytes(_chosen(opened, weights), dtype, mesh.shape, at_once=offload is not True)
-            if offload is True and streams(needed, mesh):
-                warn(f"{opened.name}: a network of {gigabytes(needed)} leaves too little memory on the devices; "
-                     "its layers are copied there one after another, in every step (offload='layers')")  # fmt: skip
-                opened = replace(opened, streamed=True)
-            else:
-                check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
+        needed = weight_bytes(_chosen(opened, weights), dtype, mesh.shape, at_once=offload is not True)
+        if offload is True and streams(needed, mesh):
+            warn(f"{opened.name}: a network of {gigabytes(needed)} leaves too little memory on the devices; layers are "
+                 "copied there one after another, in every step (offload='layers')", HintWarning)  # fmt: skip
+            opened = replace(opened, streamed=True)
+        elif weights:
+            check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
         models.append(opened)
 
     def accepted(index: Mapping[str, Any]) -> None:
