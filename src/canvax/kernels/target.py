@@ -103,9 +103,8 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 """XLA's compiler options for each platform."""
 
 STREAMING: Mapping[str, Mapping[str, str | bool]] = {
-    # By default XLA waits for each copy from the host's memory before it goes on. With this scheduler it begins copies
-    # ahead, as many as fit in a part of the device's memory, in percent; by default in nearly all of it.
-    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_memory_limit_slop_factor": "15"},
+    # By default XLA waits for each copy from the host's memory before it goes on; with this scheduler it computes.
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
 }
 """Further options for programs that read weights in the host's memory."""
 
