@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,11 @@ from canvax.weights.cast import parse_dtype
 if TYPE_CHECKING:
     from canvax.planning.plan import ProgramPlan
 
-AHEAD = 7
-"""Streamed weights on the devices at a time: five copies that XLA has begun for a TPU, and those in use."""
+AHEAD = 2
+"""Layers whose streamed weights are on the devices at a time."""
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+"""The layer in the name of a parameter: single_transformer_blocks.5."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +70,17 @@ def modes(
         dtype: dtype of the other weights.
         axes: number of devices along each axis of the mesh.
     """
-
     reads = {"encode": networks.text.names, "denoise": (networks.denoiser.component,)}
 
     def size(spec: Spec) -> int:
         return device_bytes(spec, parse_dtype(dtype), axes)
 
-    def read(sizes: Mapping[str, int], program: ProgramPlan) -> int:
-        return sum(sizes[name] for name in reads.get(program.name, ("vae",)))
-
     def weights(kind: str | None, *, streamed: bool) -> dict[str, int]:
+        """Return the bytes on a device of each component, without those that are streamed."""
         return {name: size(spec) for name, spec in networks.specs(kind, streamed=streamed).items()}
 
-    def inputs(program: ProgramPlan) -> int:
-        return (
-            program.argument_bytes
-            + program.code_bytes
-            - read(weights(quantize, streamed=program.name in streamed), program)
-        )
+    def read(sizes: Mapping[str, int], program: ProgramPlan) -> int:
+        return sum(sizes[name] for name in reads.get(program.name, ("vae",)))
 
     def working(program: ProgramPlan) -> int:
         return program.temporary_bytes + program.output_bytes
@@ -90,28 +88,38 @@ def modes(
     def seconds(program: ProgramPlan) -> float:
         return program.bound_seconds(chip) if program.seconds is None else program.seconds
 
-    rest = sum(map(inputs, programs))
-    setup = sum(math.ceil(program.evaluations / WINDOW) * program.setup_seconds for program in programs)
+    compiled = {held: weights(quantize, streamed=held) for held in (False, True)}
+    others = sum(program.argument_bytes + program.code_bytes - read(compiled[program.name in streamed], program)
+                 for program in programs)  # fmt: skip
+    calls = math.ceil(max(program.evaluations for program in programs) / WINDOW)
+    setup = calls * sum(program.setup_seconds for program in programs)
     compute = setup + sum(program.evaluations * seconds(program) for program in programs)
     found: list[Mode] = []
     for kind in dict.fromkeys((quantize, quantize or "int8")):
         whole, left = weights(kind, streamed=False), weights(kind, streamed=True)
-        largest = {name: max((size({"": param}) for _, param in flatten(spec) if param.large), default=0)
-                   for name, spec in networks.specs(kind).items() if left[name] < whole[name]}  # fmt: skip
-        copied, waited, ahead = 0, setup, dict[str, int]()
+        layers = {name: _largest_layer(spec, size) for name, spec in networks.specs(kind).items()}
+        once = compute
+        waiting = setup
+        at_once = 0
         for program in programs:
-            size_of_copy, runs = read(whole, program), program.evaluations
-            copied += size_of_copy * (1 if program.name == "denoise" else runs)
-            waited += runs * max(seconds(program), (size_of_copy - read(left, program)) / chip.host)
-            layers = [largest.get(name, 0) for name in reads.get(program.name, ())]
-            ahead[program.name] = 0 if program.name in streamed else AHEAD * max(layers, default=0)
-        each = {
-            "resident": (sum(whole.values()) + max(map(working, programs)), compute),
-            "offloaded": (max(read(whole, program) + working(program) for program in programs),
-                          compute + copied / chip.host),
-            "streamed": (sum(left.values()) + max(working(program) + ahead[program.name] for program in programs),
-                         waited),
-        }  # fmt: skip
-        found += [Mode(place, kind, size + rest, size + rest <= chip.usable, time)
-                  for place, (size, time) in each.items()]  # fmt: skip
+            in_layers = read(whole, program) - read(left, program)
+            once += read(whole, program) / chip.host * (1 if program.name == "denoise" else program.evaluations)
+            waiting += program.evaluations * max(seconds(program), in_layers / chip.host)
+            ahead = in_layers and program.name not in streamed and max(layers[name] for name in reads[program.name])
+            at_once = max(at_once, working(program) + AHEAD * ahead)
+        for place, held, time in (
+            ("resident", sum(whole.values()) + max(map(working, programs)), compute),
+            ("offloaded", max(read(whole, program) + working(program) for program in programs), once),
+            ("streamed", sum(left.values()) + at_once, waiting),
+        ):
+            found.append(Mode(place, kind, held + others, held + others <= chip.usable, time))
     return tuple(found)
+
+
+def _largest_layer(spec: Spec, size: Callable[[Spec], int]) -> int:
+    """Return the bytes of the streamed weights of the largest layer."""
+    layers = Counter[str]()
+    for name, param in flatten(spec):
+        layer = _LAYER.match(name)
+        layers[layer[0] if layer else name] += size({"": param}) if param.large else 0
+    return max(layers.values(), default=0)
