@@ -98,19 +98,19 @@ def modes(
     for kind in dict.fromkeys((quantize, quantize or "int8")):
         whole, left = weights(kind, streamed=False), weights(kind, streamed=True)
         layers = {name: _largest_layer(spec, size) for name, spec in networks.specs(kind).items()}
-        once = compute
-        waiting = setup
+        offloaded = compute
+        layered = setup
         at_once = 0
         for program in programs:
             in_layers = read(whole, program) - read(left, program)
-            once += read(whole, program) / chip.host * (1 if program.name == "denoise" else program.evaluations)
-            waiting += program.evaluations * max(seconds(program), in_layers / chip.host)
+            offloaded += read(whole, program) / chip.host * (1 if program.name == "denoise" else program.evaluations)
+            layered += program.evaluations * max(seconds(program), in_layers / chip.host)
             ahead = in_layers and program.name not in streamed and max(layers[name] for name in reads[program.name])
             at_once = max(at_once, working(program) + AHEAD * ahead)
         for place, held, time in (
             ("resident", sum(whole.values()) + max(map(working, programs)), compute),
-            ("offloaded", max(read(whole, program) + working(program) for program in programs), once),
-            ("streamed", sum(left.values()) + at_once, waiting),
+            ("offloaded", max(read(whole, program) + working(program) for program in programs), offloaded),
+            ("streamed", sum(left.values()) + at_once, layered),
         ):
             found.append(Mode(place, kind, held + others, held + others <= chip.usable, time))
     return tuple(found)
