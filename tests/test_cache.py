@@ -68,7 +68,8 @@ import canvax
 from canvax.compile.monitor import compilations, process_age, traces
 
 quiet = canvax.Options(progress=False)
-result = canvax.load(sys.argv[1])("a cat", seed=3, num_inference_steps=2, guidance_scale=4, options=quiet)
+pipe = canvax.load(sys.argv[1], offload="layers" if sys.argv[2:] else False)
+result = pipe("a cat", seed=3, num_inference_steps=2, guidance_scale=4, options=quiet)
 assert 0 < result.timings["first_step"] < result.timings["total"] < process_age()
 print(json.dumps([traces(), compilations()]))
 """
@@ -84,7 +85,8 @@ def process(*command: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", [[], ["--offload-layers"]], ids=str)
+def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path, offload: list[str]) -> None:
     """After `canvax compile`, which reads no weights; on two devices."""
     model = str(write_small_checkpoint(tmp_path / "sd"))
     environment = {
@@ -92,11 +94,12 @@ def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
-    built = json.loads(process("-m", "canvax", "compile", model, "--batch", "2", "--json", "-q", **environment))
+    built = json.loads(process("-m", "canvax", "compile", model, "--batch", "2", "--json", "-q", *offload,
+                               **environment))  # fmt: skip
     assert [(program["program"], program["cached"]) for program in built["programs"]] == [
         ("text encoder", False), ("denoiser", False), ("decoder", False)
     ]  # fmt: skip
-    assert json.loads(process("-c", DRAW, model, **environment)) == [0, 0]
+    assert json.loads(process("-c", DRAW, model, *offload, **environment)) == [0, 0]
 
 
 # One program in one process, where a new `Programs` stands for a new process.

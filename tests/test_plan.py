@@ -250,6 +250,54 @@ def test_refused_by_the_compiler(told: Any) -> None:
     assert lines(plan)[-1] == f"does not fit: {plan.why_not}"
 
 
+def test_places_of_the_weights(told: Any) -> None:
+    plan = told()
+    modes = {(mode.place, mode.quantize): mode for mode in plan.modes}
+    assert [*modes] == [(place, kind) for kind in (None, "int8") for place in ("resident", "offloaded", "streamed")]
+    assert modes["resident", None].bytes == plan.peak_bytes
+    assert modes["resident", None].seconds == pytest.approx(plan.seconds)
+    small = sum(plan.weights.values()) - plan.in_8_bits
+    assert modes["resident", "int8"].bytes == plan.peak_bytes - small
+    once = plan.weights["unet"] + plan.weights["vae"] + 2 * plan.weights["text_encoder"]  # for either text
+    assert modes["offloaded", None].seconds - plan.seconds == pytest.approx(once / plan.target.chip.host)
+    assert plan.to_dict()["modes"][0]["fits"]
+    rows = [line.split() for line in lines(plan) if line.startswith("streamed")]
+    assert [row[1:-4] for row in rows] == [["--offload-layers"], ["--quantize", "int8", "--offload-layers"]]
+
+
+def test_streamed_where_the_compiler_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it refuses with all weights is compiled with streamed ones; copies count where they take longer."""
+    monkeypatch.setattr(planning, "compiler_version", lambda target: {target.compiler: "0"})
+    asked = []
+
+    def said(job: Job, names: list[str]) -> Any:
+        asked.append((job.streamed, names))
+        for name in names:
+            whole = {"argument_bytes": GIB, "temporary_bytes": GIB}
+            refused = {"compile_seconds": 1.0, "refused": "Ran out of memory"}
+            small = {**figures(**whole), "seconds": 0.9} if job.streamed else refused
+            yield {"program": name, "result": small if name == "denoise" else figures(**whole | {
+                "argument_bytes": 10 * GIB if name == "encode" else GIB})}  # fmt: skip
+
+    monkeypatch.setattr(compiling, "_messages", said)
+    plan = canvax.plan("flux1-dev", "v5e:1x1", steps=4)
+    assert asked == [(False, [*PROGRAMS]), (True, ["denoise"])]
+    fits = {(mode.place, mode.quantize): mode.fits for mode in plan.modes}
+    assert not plan.fits
+    assert [key for key, fit in fits.items() if fit] == [
+        ("streamed", None), ("offloaded", "int8"), ("streamed", "int8"),
+    ]  # fmt: skip
+    _, _, streamed, resident, _, small = plan.modes
+    copies = plan.weights["transformer"] / plan.target.chip.host
+    assert copies > 1.4
+    assert streamed.seconds - resident.seconds == pytest.approx(4 * (copies - 0.9), rel=0.2)  # and the text's
+    assert small.seconds - resident.seconds < 0.5  # half the bytes take less than computing
+    assert streamed.bytes < 6 * GIB < resident.bytes
+    asked.clear()
+    again = canvax.plan("flux1-dev", "v5e:1x1", steps=4)
+    assert (asked, again.modes) == ([], plan.modes)
+
+
 def test_plans_are_kept(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = told()
     assert [program.reused for program in first.programs] == [False] * 3

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,14 +15,17 @@ import pytest
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.families.known import PRESETS
 from canvax.families.sd import SD
 from canvax.models.networks import Networks
-from canvax.params import count
+from canvax.params import count, flatten
 from canvax.planning import compiling
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.plan import Plan, ProgramPlan
 from canvax.planning.targets import environment
 from tests.support.tiny_preset import TINY
+
+MIB = 2**20
 
 pytestmark = [
     pytest.mark.slow,
@@ -173,3 +177,18 @@ def test_weights_split_over_the_chips(compiled: tuple[Plan, Any]) -> None:
     whole, split = compiled[0].programs[1], plan.programs[1]
     assert split.argument_bytes < whole.argument_bytes
     assert split.collectives_in_loop["all-reduce"] > 0
+
+
+def test_streamed_weights_are_on_the_chip_for_some_layers_alone() -> None:
+    """The compiler holds the weights of a few layers, however deep the network is, and begins copies ahead."""
+    flux = PRESETS["flux1-dev"]
+    cfg = replace(flux.denoiser.cfg, num_layers=0, num_single_layers=8, num_attention_heads=8)  # type: ignore[attr-defined]
+    networks = replace(flux, denoiser=replace(flux.denoiser, cfg=cfg))  # type: ignore[type-var]
+    job = Job(networks, "tpu-v5e:1x1", (1, 1), 1, 256, 256, False, "bfloat16", streamed=True)
+    figures = compiling.compile_programs(job, {}, ["denoise"], reuse=False, announce=None)["denoise"]
+    params = dict(flatten(networks.denoiser.spec))
+    large, small = ([2 * param.size for param in params.values() if param.large is it] for it in (True, False))
+    assert sum(small) <= figures["argument_bytes"] < sum(small) + 8 * MIB  # and text and image
+    assert figures["temporary_bytes"] < 2 * sum(large) / 8 + 32 * MIB < sum(large) / 2  # two of eight layers
+    assert figures["unpriced"] == []
+    assert figures["hbm_bytes"] > 2 * sum(large)  # what is copied is written there, and read

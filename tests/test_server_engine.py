@@ -779,6 +779,28 @@ def test_weights_that_wait_in_the_hosts_memory() -> None:
         other.close()
 
 
+def test_streamed_weights() -> None:
+    """They are no bytes of the devices. A model that is taken off comes back streamed, whatever is there then."""
+    pipe, asked = canvax.load("emoji", progress=False, mesh=ONE, offload="layers"), []
+
+    def again(name: str, **pinned: Any) -> Any:
+        asked.append(pinned)
+        return pipe
+
+    served = models.ServedModel("emoji", again)
+    assert served.bytes == pipe.memory().weights
+    served.take_off()
+    served.put_on()
+    assert asked == [{}, {"offload": "layers"}]
+    other = started(lambda name: pipe, warm=(Warm(None, (1,)),))
+    try:
+        job = other.submit(JobRequest("a red apple", seed=1, steps=4))
+        finished([job])
+        same(job, PIPE("a red apple", seed=1, num_inference_steps=4, options=QUIET).images)
+    finally:
+        other.close()
+
+
 def test_compiling_on_demand_is_bounded(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By size, by the room in the queue, and to one group at a time; what nobody waits for is not compiled."""
     built: list[tuple[str, int]] = []

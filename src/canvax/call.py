@@ -43,6 +43,9 @@ MaskBlend = Literal["denoised", "renoised"]
 ControlMode = Literal["balanced", "guess", "prompt", "control"]
 HiresMethod = Literal["pixel", "latent"]
 Quantize = Literal["int8", "float8", "int8-w8a8", "float8-w8a8"]
+Offload = Literal["layers"] | bool
+LAYERS = "layers"
+"""Value of ``offload`` for weights that are copied to the devices as their layers run."""
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction"]
 STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
 """Default strengths for a whole image, and for a masked one."""
@@ -230,8 +233,10 @@ class Load:
         None, "data=4,model=2 splits the batch 4 ways and the weights 2 ways", unset="data over all devices",
         group=DEVICES, metavar="AXES",
     )  # fmt: skip
-    offload: bool = setting(
-        False, "keep weights in the host's memory; the devices only hold those of the network that runs", group=DEVICES,
+    offload: Offload = setting(
+        False,
+        "keep weights in the host's memory; the devices only hold those of the network that runs, with 'layers' only "
+        "those of the next few layers", group=DEVICES,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

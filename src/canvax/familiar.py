@@ -108,7 +108,8 @@ ATTRIBUTES: dict[str, ForeignName] = {
             "maybe_free_model_hooks",
             "attention and the decoder already work in parts, and in float32 where they must: drop this line"),
     **same("enable_vae_tiling disable_vae_tiling", "pass tiling='on' or 'off' to a call; 'auto' tiles large images"),
-    **same("enable_model_cpu_offload enable_sequential_cpu_offload", "pass offload=True to canvax.load; "
+    **same("enable_model_cpu_offload enable_sequential_cpu_offload enable_group_offload",
+            "pass offload=True or 'layers' to canvax.load; "
             "quantize='int8' or mesh=canvax.make_mesh(model=2) saves memory as well"),
     **same("enable_freeu", "canvax has no FreeU: drop this line"),
     **same("load_lora_weights load_lora_adapter", "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),

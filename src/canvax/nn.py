@@ -1,13 +1,13 @@
 """Layers as pure functions of ``(params, x)``.
 
 Only ``linear``, ``gated_linear`` and the convolutions read a weight leaf, so this module is the only place that handles
-other kinds of leaf (quantised weights, low-rank adapters). Each layer is a pair of functions: the declaration
-(``*_spec``) and the computation.
+other kinds of leaf (quantised or streamed weights, low-rank adapters). Each layer is a pair of functions: the
+declaration (``*_spec``) and the computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -44,9 +44,45 @@ def linear_spec(
     return spec
 
 
+class Ahead:
+    """Copies the streamed weights of layers to the device, each while the layer before is computed.
+
+    The copy for a layer begins when the input of the layer before is known, so that the weights of two layers are on
+    the device. Without this, compilers begin most copies at once, and weights fill the memory until they are used.
+    """
+
+    def __init__(self) -> None:
+        self._before: Array | None = None
+
+    def __call__(self, layer: Params, x: Array) -> Params:
+        """Return the parameters of a layer, on the device, for its input ``x``."""
+        after, self._before = self._before, x
+        leaves, structure = jax.tree.flatten(layer)
+        return jax.tree.unflatten(structure, _copied(leaves, after)) if any(map(_on_host, leaves)) else layer
+
+
+def _on_host(weight: Array) -> bool:
+    return jax.typeof(weight).memory_space == jax.memory.Space.Host
+
+
+def _copied(leaves: Sequence[Array], after: Array | None) -> list[Array]:
+    """Return arrays with those of the host's memory copied to the device, not before ``after`` is known."""
+
+    def copied(leaf: Array) -> Array:
+        leaf = leaf if after is None else jax.lax.optimization_barrier((leaf, after))[0]
+        return jax.device_put(leaf, jax.memory.Space.Device)
+
+    return [copied(leaf) if _on_host(leaf) else leaf for leaf in leaves]
+
+
+def _weight(p: Params, x: Array) -> Array:
+    """Return the weight of a layer with the input ``x``, copied to the device if it is streamed and not ``Ahead``."""
+    return _copied([p["weight"]], x)[0]
+
+
 def _multiplied(p: Params, x: Array) -> Array:
     """Return ``x @ weight``, without the low-rank adapter and the bias."""
-    weight, scale = p["weight"], p.get(SCALE)
+    weight, scale = _weight(p, x), p.get(SCALE)
     if PRODUCT_SCALE in p:
         return matmul_8bit(x, weight, p[PRODUCT_SCALE])
     return matmul(x, weight) if scale is None else matmul(x, weight.astype(x.dtype), scale)
@@ -59,7 +95,7 @@ def _convolved(p: Params, x: Array, convolve: Callable[[Array, Array], Array]) -
     rounded only once. The result for weights up to 127 can overflow float16: there the weight is first multiplied by
     the power of two nearest to its scale, which is exact.
     """
-    weight, scale = p["weight"], p.get(SCALE)
+    weight, scale = _weight(p, x), p.get(SCALE)
     if scale is None:
         return convolve(weight, x)
     dtype = jnp.float32 if target_platform() == "cpu" else x.dtype
@@ -132,14 +168,14 @@ def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
     if p["weight"].ndim == 2:
         values, gate = jnp.split(linear(p, x), 2, axis=-1)
         return values, gate
-    product = partial(jnp.einsum, "...c,cgo->...go")
+    product, weight = partial(jnp.einsum, "...c,cgo->...go"), _weight(p, x)
     if PRODUCT_SCALE in p:
-        y = matmul_8bit(x, p["weight"], p[PRODUCT_SCALE])
+        y = matmul_8bit(x, weight, p[PRODUCT_SCALE])
     elif SCALE in p:
-        y = product(x, p["weight"].astype(x.dtype), preferred_element_type=jnp.float32)
+        y = product(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
         y = (y * jax.lax.broadcast_to_rank(p[SCALE], y.ndim)).astype(x.dtype)
     else:
-        y = product(x, p["weight"])
+        y = product(x, weight)
     y = _biased(p, y)
     if LOW_RANK in p:
         y = y + _low_rank(p[LOW_RANK], lambda down: matmul(x, down)).reshape(y.shape)

@@ -55,7 +55,8 @@ class Param:
         dtype: name of a fixed dtype; None for the model's dtype.
         pairs: width of a head whose rotary pairs are neighbours in a checkpoint. In memory the first of each pair come
             before the second of each, see ``canvax.models.dit.rotate``. 0 for other parameters.
-        whole: keeps its precision where the large weights of its network are quantised, see ``whole``.
+        whole: small, or all activations pass through it, see ``whole``: it is not one of the ``large`` weights.
+        host: stays in the host's memory; programs copy it to the devices when its layer runs.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class Param:
     dtype: str | None = None
     pairs: int = 0
     whole: bool = False
+    host: bool = False
 
     def __post_init__(self) -> None:
         rank = {"plain": len(self.shape), "linear": 2, "conv1x1": 2, "conv": 4}[self.layout]
@@ -75,6 +77,11 @@ class Param:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def large(self) -> bool:
+        """True for the matrices and convolutions that can have 8 bits or be streamed; only ``canvax.nn`` reads them."""
+        return self.layout != "plain" and not self.whole
 
     def dtype_in(self, model: DType) -> np.dtype:
         """Return the parameter's dtype in a model of dtype ``model``."""
@@ -167,11 +174,16 @@ def copied(tree: Params) -> Params:
 
 
 def whole(spec: Spec) -> Spec:
-    """Return ``spec`` with parameters that keep their precision when the network is quantised.
+    """Return ``spec`` with parameters that keep their precision when the network is quantised, and are not streamed.
 
     It is used for layers that are small or that all activations pass through.
     """
     return {key: replace(part, whole=True) if isinstance(part, Param) else whole(part) for key, part in spec.items()}
+
+
+def on_host(spec: Spec) -> Spec:
+    """Return ``spec`` with its large weights in the host's memory."""
+    return map_spec(lambda param: replace(param, host=param.large), spec)
 
 
 def map_spec(fn: Callable[[Param], Any], spec: Spec) -> Any:

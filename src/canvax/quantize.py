@@ -103,7 +103,7 @@ def quantized_spec(spec: Spec, kind: str) -> Spec:
             return value
         inner = {key: quantized(part) for key, part in value.items()}
         weight = inner.get("weight")
-        if isinstance(weight, Param) and weight.layout != "plain" and not weight.whole:
+        if isinstance(weight, Param) and weight.large:
             inner["weight"] = replace(weight, dtype=KINDS[kind])
             key = PRODUCT_SCALE if kind.endswith(_PRODUCTS) and weight.layout != "conv" else SCALE
             inner[key] = Param(weight.shape[-1:], weight.axes[-1:], init="ones", dtype="float32")

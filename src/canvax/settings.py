@@ -182,8 +182,14 @@ class Declared:
 
     @property
     def is_switch(self) -> bool:
-        """True if it is off by default, and its flag takes no value."""
-        return self.kind.choices == (True, False) and not self.default
+        """True if it is off by default, and its flags take no value: for ``words``, each has a flag of its own."""
+        return self.kind.value_type is bool and not self.default
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Words that a switch can be besides on, by flag: --offload-layers for "layers"."""
+        words = [choice for choice in self.kind.choices if isinstance(choice, str)] if self.is_switch else []
+        return {f"{self.flag}-{word}": word for word in words}
 
     @property
     def is_text(self) -> bool:
@@ -415,8 +421,11 @@ def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str
             keywords: dict[str, Any] = {"help": (help or {}).get(name) or described(field, (usual or {}).get(name))}
             if field.setting.const is not None or field.is_switch:
                 const = True if field.setting.const is None else field.setting.const
-                keywords |= {"action": "store_const", "const": const, "default": field.default}
-                parser.add_argument(*field.flags, dest=name, **keywords)
+                keywords |= {"action": "store_const", "default": field.default}
+                parser.add_argument(*field.flags, dest=name, const=const, **keywords)
+                for flag, word in field.words.items():
+                    keywords["help"] = f"{name}={word!r}, see {field.flag}"
+                    parser.add_argument(flag, dest=name, const=word, **keywords)
                 continue
             keywords["metavar"] = field.setting.metavar or "X"
             number = field.kind.value_type if field.kind.value_type in (int, float) else None
@@ -434,7 +443,9 @@ def as_flags(field: Declared, value: Any) -> list[str]:
     if value is None or value in ([], ()):
         return []
     if field.setting.const is not None or field.is_switch:
-        return [field.flag] if value in (True, field.setting.const) else []
+        if value in (True, field.setting.const):
+            return [field.flag]
+        return [flag for flag, word in field.words.items() if value == word]
     values = list(value) if isinstance(value, list | tuple) else [value]
     if field.setting.repeats:
         return [f"{field.flag}={each}" for each in values]

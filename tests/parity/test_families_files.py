@@ -518,6 +518,16 @@ def test_offloading(files: Files, tmp_path: Path) -> None:
     assert pipe.encode("a fox")["text"].sharding.memory_kind == "device"
 
 
+@over()
+@pytest.mark.slow
+def test_streaming(files: Files) -> None:
+    """Every large weight passes through ``canvax.nn``, so that each family is the same layer by layer."""
+    pipe = load(files.folder, offload="layers")
+    np.testing.assert_array_equal(draw(pipe), draw(files.wanted))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(pipe.params["transformer"])}
+    assert kinds == {"device", "pinned_host"}
+
+
 def test_lokr_of_stacked_layers(tmp_path: Path) -> None:
     """Products of which layers are rows or columns, whose ends are not those of blocks, and one with swapped halves."""
     cfg = Flux2Config(in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,

@@ -318,7 +318,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     _references(parser)
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_networks(networks)
-    add_load(parser, without=("model", "safety_checker", "offload"))  # programs do not depend on it
+    add_load(parser, without=("model", "safety_checker"))  # programs do not depend on it
     add_report(parser)
 
 

@@ -75,7 +75,7 @@ def _without_weights(load: Load, arguments: argparse.Namespace) -> Pipeline:
     )
     from canvax.pipelines.pipeline import Pipeline
 
-    names = ("dtype", "quantize", "mesh", "precision", "progress", *LOCATION)
+    names = ("dtype", "quantize", "mesh", "precision", "progress", "offload", *LOCATION)
     opened = open_model(load.model, weights=False, overrides=overrides_of(load), **load.keywords(names))
     if load.controlnet:
         networks = open_controls(opened[0], control_sources(load.controlnet, variant=load.variant, **_hub(load)))

@@ -18,6 +18,9 @@ GIB = 2**30
 PARTS = ("revision", "token", "cache_dir", "local_files_only", "vae", "text_encoder", "text_encoder_2", "tokenizer")
 """Arguments of ``canvax.load`` that change what is planned."""
 
+FLAGS = {"resident": "", "offloaded": "--offload", "streamed": "--offload-layers"}
+"""Flags of other commands for each place of the weights."""
+
 _NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "decode": "decoder"}
 
 
@@ -118,13 +121,10 @@ def lines(plan: Plan) -> list[str]:
     rows += [_row(plan, program) for program in plan.programs]
     text = [*head, *table(rows, right=range(1, 7)), ""]
     weights = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.weights.items())
-    eight = "" if plan.quantize or plan.fits else f"; with --quantize int8 {plan.in_8_bits / GIB:.2f} in all"
-    weights = f"weights on each {device}, which stay there: {weights} GiB{eight}"
+    weights = f"weights on each {device}, which stay there: {weights} GiB"
     unpriced = sorted({name for program in plan.programs for name in program.unpriced})
-    if not plan.fits and not any(program.refused for program in plan.programs):
-        weights += f"; with --offload {plan.offloaded_bytes / GIB:.2f} GiB of everything at a time"
     if any(program.refused for program in plan.programs):
-        return [*text, weights, f"does not fit: {plan.why_not}"]
+        return [*text, weights, f"does not fit: {plan.why_not}", *_modes(plan)]
     memory = (
         f"{plan.peak_bytes / GIB:.2f} of {chip.usable / GIB:.2f} GiB on each {device}: weights, inputs and programs "
         f"{plan.resident_bytes / GIB:.2f}, temporaries and results {plan.working_bytes / GIB:.2f}"
@@ -140,7 +140,24 @@ def lines(plan: Plan) -> list[str]:
     if unpriced:
         text.append(f"the estimate leaves these out: {', '.join(unpriced)}")
     page = f"docs/{plan.target.platform}.md"
+    text += _modes(plan)
     return [*text, f"Figures are for one {device} and one run of each program; nothing was run. See {page}."]
+
+
+def _modes(plan: Plan) -> list[str]:
+    """Return the table of the places of the weights; nothing if no place helps."""
+    if not plan.modes:
+        return []
+    chip = plan.target.chip
+    rows = [("weights", "flags", f"of {chip.usable / GIB:.2f} GiB", "fits", "time of the batch")]
+    for mode in plan.modes:
+        eight = f"--quantize {mode.quantize}" if mode.quantize else ""
+        time = ("at least " if plan.target.platform == "gpu" else "") + _seconds(mode.seconds)
+        fits, flags = "yes" if mode.fits else "no", " ".join(filter(None, (eight, FLAGS[mode.place])))
+        rows.append((mode.place, flags or "none", f"{mode.bytes / GIB:.2f}", fits, time))
+    assumed = f"Copies from the host's memory take an assumed {chip.host / 1e9:.3g} GB/s for each {chip.device}"
+    eight = "" if plan.quantize else "; rows with int8 have the times of the others"
+    return ["", *table(rows, right=(2, 4)), "", f"{assumed}{eight}."]
 
 
 def _row(plan: Plan, program: ProgramPlan) -> tuple[str, ...]:

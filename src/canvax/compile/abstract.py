@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.parallel.mesh import over_batch
-from canvax.parallel.place import on_device
+from canvax.parallel.place import on_device, waits
 from canvax.params import Params
 from canvax.types import Array
 
@@ -26,10 +26,11 @@ def on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[An
 
 
 def abstract_of(params: Params) -> Any:
-    """Return the parameters as shapes, dtypes and shardings."""
+    """Return a component's parameters as shapes, dtypes and shardings; those of an offloaded one on the devices."""
+    offloaded = waits(params)
 
     def one(leaf: Array) -> jax.ShapeDtypeStruct:
-        sharding = on_device(leaf.sharding)
+        sharding = on_device(leaf.sharding) if offloaded else leaf.sharding
         # P("model", None) and P("model") are the same, and not equal.
         if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[-1] is None:
             spec = list(sharding.spec)

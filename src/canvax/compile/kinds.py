@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -65,16 +65,16 @@ class ProgramSpec:
         """``components`` as a tuple."""
         return (self.components,) if isinstance(self.components, str) else self.components
 
-    def weights(self, params: Params) -> Params:
-        """Return its first argument."""
+    def weights(self, params: Params, of: Callable[[Params], Params] = lambda part: part) -> Params:
+        """Return its first argument, of the results of ``of`` for components and for slots of adapters."""
         if isinstance(self.components, str):
-            return self._component(params, self.components)
-        return {name: self._component(params, name) for name in self.components}
+            return self._component(params, self.components, of)
+        return {name: self._component(params, name, of) for name in self.components}
 
-    def _component(self, params: Params, name: str) -> Params:
+    def _component(self, params: Params, name: str, of: Callable[[Params], Params]) -> Params:
         if self.places is None or name not in params[ADAPTERS]:
-            return params[name]
-        return {**params[name], ADAPTERS: params[ADAPTERS][name]}
+            return of(params[name])
+        return {**of(params[name]), ADAPTERS: of(params[ADAPTERS][name])}
 
     def description(self, weights: Params) -> dict[str, Any]:
         """Return its description for ``canvax cache``, with these weights."""
@@ -94,9 +94,8 @@ class Compiled(NamedTuple):
     executable: Any
 
     def __call__(self, params: Params, *inputs: Any) -> Any:
-        """Run it with the ``params`` of all components; weights in host memory are on the devices meanwhile."""
-        present = {name: on_devices(params[name]) for name in self.program.reads}
-        return self.executable(self.program.weights({**params, **present}), *inputs)
+        """Run it with the ``params`` of all components; those that are offloaded are on the devices meanwhile."""
+        return self.executable(self.program.weights(params, on_devices), *inputs)
 
 
 Ready = Mapping[str, Compiled]

@@ -34,6 +34,7 @@ from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders, encode_and_join
 from canvax.originals import foreign, replaced
 from canvax.parallel.mesh import over_batch, replicated
+from canvax.parallel.place import on_host
 from canvax.params import Params
 from canvax.quantize import compute_dtype
 from canvax.samplers.table import SLOTS
@@ -227,7 +228,7 @@ class Programs:
         return self._whole((), jnp.int32)
 
     def _call(self, params: Params, program: ProgramSpec) -> _Call:
-        arguments = (abstract_of(program.weights(params)), *program.inputs)
+        arguments = (program.weights(params, abstract_of), *program.inputs)
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single image
@@ -278,8 +279,9 @@ class Programs:
         if self.stacked:
             function = on_each_device(function, self.mesh, arguments)
         with precision:
-            out = over_batch(self.mesh)
-            return compile_or_fall_back(self.mesh, function, *arguments, split=not self.stacked, out_shardings=out)
+            options: dict[str, Any] = {"split": not self.stacked, "out_shardings": over_batch(self.mesh)}
+            streams = any(map(on_host, jax.tree.leaves(arguments)))
+            return compile_or_fall_back(self.mesh, function, *arguments, streams=streams, **options)
 
 
 def _silent(build: Build) -> None:

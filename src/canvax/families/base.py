@@ -227,6 +227,7 @@ class Model:
         defaults: default steps and guidance scale.
         dtype: name of the dtype of its weights.
         quantize: kind of quantisation of its large weights, or None.
+        streamed: the large weights stay in the host's memory, and are copied to the devices as their layers run.
         concepts: concepts of a small model; empty for most models.
         merged: adapters that are merged into the pipeline's weights, as in metadata of images.
         controls: files of ``networks.controls``, in the same order.
@@ -242,6 +243,7 @@ class Model:
     defaults: Defaults
     dtype: str
     quantize: str | None = None
+    streamed: bool = False
     concepts: Concepts = field(default_factory=Concepts)
     merged: dict[str, Any] = field(default_factory=dict)
     controls: tuple[ControlFiles, ...] = ()
@@ -304,8 +306,8 @@ class Model:
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """Declared parameters of each part with weights, quantised as loaded."""
-        return self.networks.specs(self.quantize)
+        """Declared parameters of each part with weights, quantised and streamed as loaded."""
+        return self.networks.specs(self.quantize, streamed=self.streamed)
 
     @property
     def components(self) -> list[Component]:

@@ -102,6 +102,12 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 }
 """XLA's compiler options for each platform."""
 
+STREAMING: Mapping[str, Mapping[str, str | bool]] = {
+    # By default XLA waits for each copy from the host's memory before it goes on; with this scheduler it computes.
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
+}
+"""Further options for programs that read weights in the host's memory."""
+
 
 def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **options: Any) -> Compiled:
     """Return the program that ``compile_or_fall_back`` compiles."""
@@ -109,19 +115,20 @@ def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **opt
 
 
 def compile_or_fall_back(
-    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **options: Any
+    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, streams: bool = False, **options: Any
 ) -> tuple[Compiled, bool]:
     """Compile ``function`` for the devices of ``mesh``; also return whether no fallback was needed.
 
     If a GPU's cuDNN is missing or has no attention for the GPU, the program is compiled without cuDNN: slower, but it
     works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``options`` are
-    arguments of ``jax.jit``.
+    arguments of ``jax.jit``; with ``streams`` the program copies weights from the host's memory while it runs.
     """
 
     def compiled(*, fused: bool) -> Compiled:
         with compiling_on(mesh, split=split, fused=fused):
             lowered = jax.jit(function, **options).lower(*arguments)
-            return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
+            chosen = [OPTIONS, STREAMING] if streams else [OPTIONS]
+            return lowered.compile({name: x for each in chosen for name, x in each.get(target_platform(), {}).items()})
 
     try:
         return compiled(fused=True), True

@@ -36,7 +36,7 @@ from canvax.models.dit import (
     sinusoids,
 )
 from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders, TextInputs
-from canvax.nn import embedding, embedding_spec, gelu, linear, linear_spec
+from canvax.nn import Ahead, embedding, embedding_spec, gelu, linear, linear_spec
 from canvax.params import Axis, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType, HostArray
@@ -280,8 +280,10 @@ def cosmos(p: Params, x: Array, timestep: Array, text: Array, rope: Rope, cfg: C
     # The mask of padding, which is the last channel, is 0 everywhere.
     h = linear(p["patch_embed"]["proj"], jnp.pad(x, ((0, 0), (0, 0), (0, 4 * cfg.concat_padding_mask))))
     h = h.astype(jnp.float32) if h.dtype == jnp.float16 else h  # its sums exceed float16
+    ahead = Ahead()
     for i in range(cfg.num_layers):
-        h = _block(p["transformer_blocks"][str(i)], h, time, shared, text, rope, where=f"transformer_blocks.{i}")
+        block = ahead(p["transformer_blocks"][str(i)], h)
+        h = _block(block, h, time, shared, text, rope, where=f"transformer_blocks.{i}")
     h = linear(p["proj_out"], _modulated(p["norm_out"], h, time, shared)[0])
     # The transformer writes the features of a token in the order (row, column, channel).
     return h.reshape(*h.shape[:2], 4, cfg.out_channels).swapaxes(2, 3).reshape(h.shape)

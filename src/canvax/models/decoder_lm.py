@@ -30,7 +30,7 @@ from canvax.models.dit import (
     swiglu_spec,
 )
 from canvax.models.text import FIRST, Conditions, Shapes, TextEncoder
-from canvax.nn import embedding, embedding_spec, linear, linear_spec
+from canvax.nn import Ahead, embedding, embedding_spec, linear, linear_spec
 from canvax.params import Axis, Params, Spec
 from canvax.types import Array, DType, HostArray
 
@@ -188,8 +188,10 @@ def decoder_lm(
         rope, h = seen.rope, seen.added(0, h)
     stream = [h]
     with scope("text_encoder"):
+        ahead = Ahead()
         for i in range(max(taps)):
-            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg, long=seen is not None, where=f"layers.{i}")
+            layer = ahead(p["layers"][str(i)], h)
+            h = _layer(layer, h, rope, lengths, cfg=cfg, long=seen is not None, where=f"layers.{i}")
             h = seen.added(i + 1, h) if seen else h
             stream.append(h)
     if "norm" in p:

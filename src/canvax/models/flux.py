@@ -39,7 +39,7 @@ from canvax.models.dit import (
     sinusoids,
 )
 from canvax.models.text import Conditions, TextEncoders
-from canvax.nn import linear, linear_spec
+from canvax.nn import Ahead, linear, linear_spec
 from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
@@ -225,22 +225,21 @@ def flux_context(
 
 
 class _Modulations(NamedTuple):
-    """Modulation of the image and the text in double blocks, of parallel blocks, and shift and scale of the output."""
+    """The modulation of each block, by its number and parameters: of the image and the text in double blocks, and of
+    parallel blocks; and shift and scale of the output.
+    """
 
-    image: Sequence[Modulation]
-    text: Sequence[Modulation]
-    single: Sequence[Modulation]
+    double: Callable[[int, Params], tuple[Modulation, Modulation]]
+    single: Callable[[int, Params], Modulation]
     last: Modulation
 
 
-def _of_blocks(p: Params, time: Array, cfg: FluxConfig) -> _Modulations:
+def _of_blocks(p: Params, time: Array) -> _Modulations:
     """Return the modulation that each block computes from the activated vector [B, 1, D]."""
-    double, single = p["transformer_blocks"], p["single_transformer_blocks"]
     scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here
     return _Modulations(
-        [chunks(double[str(i)]["norm1"], time, 6) for i in range(cfg.num_layers)],
-        [chunks(double[str(i)]["norm1_context"], time, 6) for i in range(cfg.num_layers)],
-        [chunks(single[str(i)]["norm"], time, 3) for i in range(cfg.num_single_layers)],
+        lambda i, block: (chunks(block["norm1"], time, 6), chunks(block["norm1_context"], time, 6)),
+        lambda i, block: chunks(block["norm"], time, 3),
         (shift, scale),
     )
 
@@ -262,15 +261,14 @@ def _approximated(p: Params, timestep: Array, x: Array, cfg: ChromaConfig) -> _M
         h = h + linear(layer["linear_2"], jax.nn.silu(linear(layer["linear_1"], inner)))
     vectors = jnp.split(linear(p["out_proj"], h), cfg.rows, axis=1)
 
-    def runs(begin: int, count: int, size: int) -> list[Modulation]:
-        return [tuple(vectors[begin + size * i : begin + size * (i + 1)]) for i in range(count)]
+    def run(begin: int, size: int, i: int) -> Modulation:
+        return tuple(vectors[begin + size * i : begin + size * (i + 1)])
 
     image = 3 * cfg.num_single_layers
     text = image + 6 * cfg.num_layers
     return _Modulations(
-        runs(image, cfg.num_layers, 6), runs(text, cfg.num_layers, 6), runs(0, cfg.num_single_layers, 3),
-        tuple(vectors[-2:]),
-    )  # fmt: skip
+        lambda i, block: (run(image, 6, i), run(text, 6, i)), lambda i, block: run(0, 3, i), tuple(vectors[-2:])
+    )
 
 
 def flux(p: Params, x: Array, timestep: Array, context: FluxContext, cfg: FluxConfig) -> Array:
@@ -292,18 +290,19 @@ def flux(p: Params, x: Array, timestep: Array, context: FluxContext, cfg: FluxCo
     else:
         assert context.vector is not None
         time = embedded_time(p["time_text_embed"]["timestep_embedder"], timestep, x) + context.vector
-        by = _of_blocks(p, jax.nn.silu(time)[:, None], cfg)
+        by = _of_blocks(p, jax.nn.silu(time)[:, None])
     if context.masked is not None:
         x = jnp.concatenate([x, context.masked], axis=-1)
     image, text = jnp.concatenate([linear(p["x_embedder"], x), context.references], axis=1), context.text
     rest: dict[str, Any] = {"eps": EPS}
+    ahead = Ahead()
     for i in range(cfg.num_layers):
-        block, rest["where"] = p["transformer_blocks"][str(i)], f"transformer_blocks.{i}"
-        image, text = double_block(block, image, text, by.image[i], by.text[i], context.rope, context.lengths, **rest)
+        block, rest["where"] = ahead(p["transformer_blocks"][str(i)], image), f"transformer_blocks.{i}"
+        image, text = double_block(block, image, text, *by.double(i, block), context.rope, context.lengths, **rest)
     h = jnp.concatenate([text, image], axis=1)
     for i in range(cfg.num_single_layers):
-        block, rest["where"] = p["single_transformer_blocks"][str(i)], f"single_transformer_blocks.{i}"
-        h = parallel_block(block, h, by.single[i], context.rope, context.lengths, **rest)
+        block, rest["where"] = ahead(p["single_transformer_blocks"][str(i)], h), f"single_transformer_blocks.{i}"
+        h = parallel_block(block, h, by.single(i, block), context.rope, context.lengths, **rest)
     return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=EPS), *by.last))
 
 

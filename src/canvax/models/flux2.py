@@ -32,7 +32,7 @@ from canvax.models.dit import (
     rotary_embedding,
 )
 from canvax.models.text import Conditions
-from canvax.nn import linear, linear_spec
+from canvax.nn import Ahead, linear, linear_spec
 from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
@@ -202,14 +202,15 @@ def flux2(
     for_both = chunks(p["single_stream_modulation"], time, 3)
 
     image, text = jnp.concatenate([linear(p["x_embedder"], x), context.references], axis=1), context.text
+    ahead = Ahead()
     for i in range(cfg.num_layers):
-        block = p["transformer_blocks"][str(i)]
+        block = ahead(p["transformer_blocks"][str(i)], image)
         streams = image, text, for_image, for_text
         where = f"transformer_blocks.{i}"
         image, text = double_block(block, *streams, context.rope, context.lengths, eps=cfg.eps, where=where)
     h = jnp.concatenate([text, image], axis=1)
     for i in range(cfg.num_single_layers):
-        block = p["single_transformer_blocks"][str(i)]
+        block = ahead(p["single_transformer_blocks"][str(i)], h)
         where = f"single_transformer_blocks.{i}"
         h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps, where=where)
     scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here

@@ -34,7 +34,7 @@ from canvax.models.dit import (
     rotary_embedding,
 )
 from canvax.models.text import Conditions
-from canvax.nn import linear, linear_spec
+from canvax.nn import Ahead, linear, linear_spec
 from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
@@ -256,8 +256,9 @@ def flux3(
         kind = jnp.take_along_axis(jnp.broadcast_to(kind, context.order.shape), context.order, axis=1)
     each = [chunks(p["single_stream_modulations"][name], at, 3) for name, _, at in modes]
     modulation = tuple(_select(kind, list(parts)) for parts in zip(*each, strict=True))
+    ahead = Ahead()
     for i in range(cfg.num_single_layers):
-        block, where = p["single_transformer_blocks"][str(i)], f"single_transformer_blocks.{i}"
+        block, where = ahead(p["single_transformer_blocks"][str(i)], h), f"single_transformer_blocks.{i}"
         h = parallel_block(block, h, modulation, context.rope, context.lengths, eps=cfg.eps, where=where)
     scale, shift = chunks(p["norm_out"], now, 2)  # scale before shift, only here
     return linear(p["proj_out"], modulated(layer_norm(h[:, :tokens], eps=cfg.eps), shift, scale))
@@ -279,9 +280,9 @@ def _early_of(p: Params, mode: str, time: Array) -> Modulation:
 
 def _early(p: Params, mode: Mode, modulation: Modulation, cfg: Flux3Config) -> Mode:
     """Apply the blocks of a mode, in which only tokens of that mode attend to each other."""
-    h = mode.tokens
+    h, ahead = mode.tokens, Ahead()
     for i in range(cfg.num_layers):
-        h = parallel_block(p[str(i)], h, modulation, mode.rope, mode.lengths, eps=cfg.eps)
+        h = parallel_block(ahead(p[str(i)], h), h, modulation, mode.rope, mode.lengths, eps=cfg.eps)
     return mode._replace(tokens=h)
 
 

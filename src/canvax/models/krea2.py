@@ -34,7 +34,7 @@ from canvax.models.dit import (
     swiglu_spec,
 )
 from canvax.models.text import Conditions
-from canvax.nn import linear, linear_spec, with_shares, without_shares
+from canvax.nn import Ahead, linear, linear_spec, with_shares, without_shares
 from canvax.params import Axis, Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
@@ -220,8 +220,9 @@ def krea2(p: Params, x: Array, timestep: Array, context: Krea2Context, cfg: Krea
     shared = linear(p["time_mod_proj"], jax.nn.gelu(time, approximate=True)).reshape(x.shape[0], 6, cfg.dim)
     # The image comes first so that the padding of the text comes last; positions are those of the ids.
     h = jnp.concatenate([linear(p["img_in"], x), context.text], axis=1)
+    ahead = Ahead()
     for i in range(cfg.num_layers):
-        block = p["transformer_blocks"][str(i)]
+        block = ahead(p["transformer_blocks"][str(i)], h)
         modulation = tuple(jnp.split(shared + block["scale_shift_table"][None], 6, axis=1))
         where = f"transformer_blocks.{i}"
         h = _block(block, h, context.rope, context.lengths, modulation, eps=cfg.norm_eps, where=where)

@@ -15,7 +15,7 @@ from canvax.models.controlled import Control
 from canvax.models.decode import Autoencoder, autoencoder_of
 from canvax.models.denoiser import PERTURBED, ROLES, Denoiser, Packing, Perturbed, Shapes
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
-from canvax.params import Spec
+from canvax.params import Spec, on_host
 from canvax.quantize import quantized_specs
 from canvax.types import DType
 
@@ -49,12 +49,16 @@ class Networks:
     ip_adapters: tuple[tuple[str, IPAdapter], ...] = ()
     image_encoder: ImageEncoder | None = None
 
-    def specs(self, quantize: str | None = None) -> dict[str, Spec]:
-        """Return the declared parameters of each component, with large weights quantised to ``quantize``."""
+    def specs(self, quantize: str | None = None, *, streamed: bool = False) -> dict[str, Spec]:
+        """Return the declared parameters of each component, with large weights quantised to ``quantize``.
+
+        With ``streamed`` the large weights, except those of the autoencoder, stay in the host's memory.
+        """
         specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": self.autoencoder.spec}
         specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
-        return quantized_specs(specs, quantize)
+        specs = quantized_specs(specs, quantize)
+        return {name: on_host(spec) if streamed and name != "vae" else spec for name, spec in specs.items()}
 
     def denoiser_of(self, roles: Collection[int]) -> Denoiser:
         """Return the denoiser for samples of these roles.

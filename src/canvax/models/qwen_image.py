@@ -37,7 +37,7 @@ from canvax.models.dit import (
     swiglu_spec,
 )
 from canvax.models.text import Conditions
-from canvax.nn import linear, linear_spec
+from canvax.nn import Ahead, linear, linear_spec
 from canvax.params import Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
@@ -234,9 +234,9 @@ def qwen_image_context(
         prefix = _with_references(prefix, images, starts, references["ids"], references["count"])
     h, rope = prefix.h, rotary_embedding(prefix.ids, cfg.axes_dims_rope, THETA)
     modulation = _modulation(p, _time(p, jnp.zeros(text.shape[0]), h))
-    keys, values = [], []
+    keys, values, ahead = [], [], Ahead()
     for i in range(cfg.num_layers):
-        block, where = p["transformer_blocks"][str(i)], f"transformer_blocks.{i}"
+        block, where = ahead(p["transformer_blocks"][str(i)], h), f"transformer_blocks.{i}"
         if i == cfg.num_layers - 1:  # nothing reads what comes out of it
             _, k, v = _heads(block, h, modulation, rope, cfg.eps)
         else:
@@ -265,9 +265,9 @@ def qwen_image(p: Params, x: Array, timestep: Array, context: QwenContext, cfg: 
         [B, L, ``in_channels``].
     """
     h, time = linear(p["img_in"], x), _time(p, timestep, x)
-    modulation = _modulation(p, time)
+    modulation, ahead = _modulation(p, time), Ahead()
     for i, (keys, values) in enumerate(zip(context.keys, context.values, strict=True)):
-        block, where = p["transformer_blocks"][str(i)], f"transformer_blocks.{i}"
+        block, where = ahead(p["transformer_blocks"][str(i)], h), f"transformer_blocks.{i}"
         h = _image_block(block, h, modulation, context.rope, keys, values, context.lengths, eps=cfg.eps, where=where)
     return linear(p["proj_out"], layer_norm(h, eps=cfg.eps) * (1 + linear(p["norm_out"]["linear"], time)))
 

@@ -23,7 +23,7 @@ from canvax.models.decoder_lm import LanguageModel, Seen, decoder_lm
 from canvax.models.denoiser import MOST_REFERENCES
 from canvax.models.dit import Rope, rotary_embedding, rotate
 from canvax.models.text import Conditions, Shapes
-from canvax.nn import gelu, layer_norm, linear, linear_spec, norm_spec
+from canvax.nn import Ahead, gelu, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Param, Params, Spec
 from canvax.types import Array, DType, HostArray
 
@@ -144,8 +144,9 @@ def vision_tower(p: Params, patches: Array, grids: Array, cfg: VisionConfig) -> 
     rope = rotary_embedding(flat, (width // 2, width // 2), THETA)
     lengths, features = jnp.maximum(grids.prod(-1), 1).reshape(-1), []
     with scope("vision_tower"):
+        ahead = Ahead()
         for i in range(cfg.depth):
-            h = _block(p["blocks"][str(i)], h, rope, lengths, heads=cfg.num_heads, where=f"blocks.{i}")
+            h = _block(ahead(p["blocks"][str(i)], h), h, rope, lengths, heads=cfg.num_heads, where=f"blocks.{i}")
             if i in cfg.deepstack_visual_indexes:
                 merger = p["deepstack_merger_list"][str(len(features))]
                 features.append(_merged(merger, layer_norm(merger["norm"], _squares(h), eps=1e-6)))

@@ -19,7 +19,7 @@ from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Epsilon, Ids, Layers
 from canvax.models.dit import rms_norm, rms_norm_spec
 from canvax.models.text import FIRST, Conditions, Shapes, TextEncoder
-from canvax.nn import embedding, embedding_spec, linear, linear_spec
+from canvax.nn import Ahead, embedding, embedding_spec, linear, linear_spec
 from canvax.params import Axis, Params, Spec
 from canvax.types import Array, DType, HostArray
 
@@ -105,8 +105,9 @@ def t5(p: Params, ids: Array, cfg: T5Config, *, lengths: Array | None = None) ->
     bias = embedding(table, jnp.asarray(distance_buckets(ids.shape[1], cfg))).transpose(2, 0, 1)[None]
     dtype, h = h.dtype, h.astype(jnp.float32)
     with scope("text_encoder"):
+        ahead = Ahead()
         for i in range(cfg.num_layers):
-            block = p["encoder"]["block"][str(i)]["layer"]
+            block = ahead(p["encoder"]["block"][str(i)]["layer"], h)
             h = _block(block, h, bias, lengths, cfg=cfg, dtype=dtype, where=f"block.{i}")
     return rms_norm(p["encoder"]["final_layer_norm"], h, eps=cfg.layer_norm_epsilon).astype(dtype)
 

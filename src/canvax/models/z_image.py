@@ -29,7 +29,7 @@ from canvax.models.dit import (
     sinusoids,
 )
 from canvax.models.text import Conditions
-from canvax.nn import linear, linear_spec
+from canvax.nn import Ahead, linear, linear_spec
 from canvax.params import Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
@@ -203,13 +203,14 @@ def z_image(p: Params, x: Array, timestep: Array, context: ZImageContext, cfg: Z
     image = linear(p["all_x_embedder"][SIZE], x)
     filling = jnp.broadcast_to(p["x_pad_token"], (x.shape[0], -tokens % MULTIPLE, cfg.dim))
     image = jnp.concatenate([image, filling.astype(image.dtype)], axis=1)
+    ahead = Ahead()
     for i in range(cfg.n_refiner_layers):
-        block = p["noise_refiner"][str(i)]
+        block = ahead(p["noise_refiner"][str(i)], image)
         options = {**_eps(cfg), "where": f"noise_refiner.{i}"}
         image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **options)
     h = jnp.concatenate([image, context.caption], axis=1)
     for i in range(cfg.n_layers):
-        block = p["layers"][str(i)]
+        block = ahead(p["layers"][str(i)], h)
         options = {**_eps(cfg), "where": f"layers.{i}"}
         h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **options)
     last = p["all_final_layer"][SIZE]

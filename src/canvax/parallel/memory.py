@@ -14,6 +14,10 @@ from jax.sharding import Mesh
 
 from canvax.errors import InputError, OutOfMemoryError, is_out_of_memory
 
+MOST_OFFLOADED = 0.9
+"""Part of the free memory that a whole network may take; the rest is for its arrays, 1.5 to 2 GB for an image of 1024 x
+1024."""
+
 _MEMINFO = Path("/proc/meminfo")
 _CONTROL = Path("/sys/fs/cgroup")
 _CONTAINERS = (
@@ -97,6 +101,15 @@ def check_weights(needed: int, mesh: Mesh, model: str, dtype: str, *, quantized:
         )
 
 
+def streams(needed: int, mesh: Mesh) -> bool:
+    """Return whether a network of ``needed`` bytes leaves too little of the devices' memory for its own arrays.
+
+    The weights of a CPU's devices are in the host's memory in any case.
+    """
+    free = None if mesh.devices.flat[0].platform == "cpu" else free_bytes(mesh)
+    return free is not None and needed > MOST_OFFLOADED * free
+
+
 def program_bytes(program: Any) -> int | None:
     """Return the bytes per device that a compiled program needs besides its arguments; None if not reported."""
     if program not in _PROGRAM_BYTES:
@@ -160,7 +173,7 @@ def cures(
     if not quantized:
         ways.append("keep the large weights in 8 bits (quantize int8)")
     if mesh.devices.flat[0].platform != "cpu":
-        ways.append("keep weights that are not in use in the host's memory (offload)")
+        ways.append("keep weights in the host's memory (offload, or offload='layers' for networks that do not fit)")
     if data > 1:
         ways.append(f"split the weights over devices (mesh data={data // 2}, model={2 * model})")
     elif model == 1:

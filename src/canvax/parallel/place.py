@@ -5,7 +5,7 @@ Every process must call these functions with the same arguments; it transfers on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,16 +16,23 @@ from jax.sharding import NamedSharding, Sharding
 from canvax.types import Array, HostArray
 
 HOST = "pinned_host"
-"""JAX's kind of memory for offloaded weights."""
+"""JAX's kind of memory for weights that are not on the devices."""
+
+
+def on_host(array: Any) -> bool:
+    """Return whether an array, or its abstract shape, is in the host's memory."""
+    if isinstance(array, Tracer):
+        return False
+    return getattr(getattr(array, "sharding", None), "memory_kind", None) == HOST
 
 
 def waits(params: Any) -> bool:
-    """Return whether a component's arrays are offloaded to the host's memory. The first array determines it."""
-    while isinstance(params, Mapping) and params:
-        params = next(iter(params.values()))
-    if isinstance(params, Tracer):
-        return False
-    return getattr(getattr(params, "sharding", None), "memory_kind", None) == HOST
+    """Return whether a component is offloaded: all its arrays are in the host's memory.
+
+    If only the large ones are, they are streamed: programs read them there (``canvax.params.Param.host``).
+    """
+    leaves = jax.tree.leaves(params)
+    return bool(leaves) and all(map(on_host, leaves))
 
 
 def kind_of(params: Any) -> str | None:

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.errors import HintWarning, InputError, warn
-from canvax.parallel.place import put
+from canvax.parallel.place import HOST, put
 from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
 from canvax.types import Array, DType
 
@@ -97,7 +97,8 @@ def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
 
     def abstract(param: Param) -> jax.ShapeDtypeStruct:
         placed = placement(param, mesh.shape)
-        return jax.ShapeDtypeStruct(placed.shape, param.dtype_in(dtype), sharding=NamedSharding(mesh, placed.spec))
+        sharding = NamedSharding(mesh, placed.spec, memory_kind=HOST if param.host else None)
+        return jax.ShapeDtypeStruct(placed.shape, param.dtype_in(dtype), sharding=sharding)
 
     return map_spec(abstract, spec)
 
@@ -109,10 +110,10 @@ def place(param: Param, leaf: Any, mesh: Mesh, memory_kind: str | None = None) -
         param: its declaration.
         leaf: a host or device array, in the parameter's shape or already placed on a mesh.
         mesh: the devices.
-        memory_kind: the devices' by default; ``canvax.parallel.place.HOST`` for the host's.
+        memory_kind: ``canvax.parallel.place.HOST`` for the host's; by default as the parameter is declared.
     """
     placed = placement(param, mesh.shape)
-    sharding = NamedSharding(mesh, placed.spec, memory_kind=memory_kind)
+    sharding = NamedSharding(mesh, placed.spec, memory_kind=memory_kind or (HOST if param.host else None))
     if isinstance(leaf, jax.Array) and leaf.shape == placed.shape and leaf.sharding == sharding:
         return leaf
     if leaf.shape != placed.shape:
@@ -185,9 +186,14 @@ def _unfit(param: Param, leaf: Any, stacked: bool) -> str:
 
 
 def device_bytes(spec: Spec, dtype: DType, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of a spec's parameters on each device of a mesh, in a model of this dtype."""
+    """Return the bytes of a spec's parameters on each device of a mesh, in a model of this dtype.
+
+    Those that stay in the host's memory do not count.
+    """
     total = 0
     for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, Param)):
+        if param.host:
+            continue
         placed = placement(param, sizes)
         parts = int(np.prod([sizes[axis] for axis in placed.spec if axis]))
         total += param.size * param.dtype_in(dtype).itemsize // parts

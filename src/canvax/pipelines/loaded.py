@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from canvax.call import LAYERS, Offload
 from canvax.compile.additions import DeepFeatures, Keeps, ReadsControls, ReadsImage, ReadsImagePrompts, ReadsReferences
 from canvax.compile.aot import Build
 from canvax.compile.cache import size_limit
@@ -27,7 +28,7 @@ from canvax.families.read import read_model
 from canvax.files import named_path
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
-from canvax.parallel.memory import Memory, check_weights, free_bytes, program_bytes
+from canvax.parallel.memory import Memory, check_weights, free_bytes, gigabytes, program_bytes, streams
 from canvax.parallel.mesh import check_mesh, mesh_of, padded_batch, refuse_fork
 from canvax.parallel.place import HOST, waits
 from canvax.parallel.rules import abstract_params, check_params, check_split, device_bytes, is_on, place, place_all
@@ -409,7 +410,7 @@ def open_model(
     quantize: str | None = None,
     mesh: Mesh | str | None = None,
     precision: str | None = None,
-    offload: bool = False,
+    offload: Offload = False,
     weights: bool | Collection[str] = True,
     accept: Callable[[Mapping[str, Any]], None] | None = None,
     check: Callable[[Model], object] | None = None,
@@ -438,12 +439,16 @@ def open_model(
         files = replaced.apply(files, **source)
         if precision is not None:  # images differ by it, and their metadata has it
             files = replace(files, overrides={**files.overrides, "precision": precision})
-        opened = read_model(files, dtype, quantize)
+        opened = replace(read_model(files, dtype, quantize), streamed=offload == LAYERS)
         if check is not None:
             check(opened)
         check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)
-        if weights:
-            needed = weight_bytes(_chosen(opened, weights), dtype, mesh.shape, at_once=not offload)
+        needed = weight_bytes(_chosen(opened, weights), dtype, mesh.shape, at_once=offload is not True)
+        if offload is True and streams(needed, mesh):
+            warn(f"{opened.name}: a network of {gigabytes(needed)} leaves too little memory on the devices; layers are "
+                 "copied there one after another, in every step (offload='layers')", HintWarning)  # fmt: skip
+            opened = replace(opened, streamed=True)
+        elif weights:
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
         models.append(opened)
 
@@ -457,12 +462,13 @@ def open_model(
     )
     (opened,) = models
     params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}
+    kind = HOST if offload and not opened.streamed else None
     if weights:
         params |= load_components(
             opened.files,
             _chosen(opened, weights),
             dtype=dtype,
-            place=lambda param, array: place(param, array, mesh, HOST if offload else None),
+            place=lambda param, array: place(param, array, mesh, kind),
             finite=replaced.parts,
         )
     return opened, Programs(opened.networks, mesh, precision), params

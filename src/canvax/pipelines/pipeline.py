@@ -587,7 +587,7 @@ def load(
     text_encoder: str | Path | None = None,
     text_encoder_2: str | Path | None = None,
     tokenizer: str | Path | None = None,
-    offload: bool = False,
+    offload: Literal["layers"] | bool = False,
     **more: Unpack[LoadFields],
 ) -> Pipeline:
     """Load a model.
@@ -626,7 +626,8 @@ def load(
             one in the folder of ``text_encoder``.
         offload: keep weights in the host's memory, and on the devices only those of the network that runs: text
             encoders, then the denoiser, then the autoencoder. This is for GPUs and TPUs that hold each network, but not
-            all of them (docs/less-work.md).
+            all of them. With "layers", or if a network does not fit, programs copy the large weights to the devices as
+            their layers run, in every step (docs/less-work.md).
         more: names of diffusers, such as ``torch_dtype`` (docs/coming-from-diffusers.md).
 
     Raises:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,25 +26,31 @@ NAMES = {"encode": "text encoder", "denoise": "denoiser", "decode": "decoder"}
 
 
 def compile_programs(
-    job: Job, versions: Mapping[str, str], *, reuse: bool, announce: Callable[[str, float | None], None] | None
+    job: Job,
+    versions: Mapping[str, str],
+    names: Sequence[str],
+    *,
+    reuse: bool,
+    announce: Callable[[str, float | None], None] | None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each program, from an earlier plan or by compiling it now.
+    """Return the figures of the programs with these names, from an earlier plan or by compiling them now.
 
     Raises:
         InputError: the compiler does not support the target.
         CanvaxError: the compiler failed.
     """
-    files = {name: cache_folder() / f"{_key(job, name, versions)}.json" for name in job.programs}
+    files = {name: cache_folder() / f"{_key(job, name, versions)}.json" for name in names}
     results = {}
     for name, file in files.items():
         with suppress(OSError, ValueError):
             results[name] = {**json.loads(file.read_text(encoding="utf-8")), "reused": True} if reuse else {}
     results = {name: result for name, result in results.items() if result}
-    missing = [name for name in job.programs if name not in results]
+    missing = [name for name in names if name not in results]
     for message in _messages(job, missing) if missing else ():
         name, result = message["program"], message.get("result")
         if announce:
-            announce(f"{NAMES.get(name, name)} for {job.target}", result and result["compile_seconds"])
+            with_copies = ", with streamed weights," if job.streamed else ""
+            announce(f"{NAMES.get(name, name)}{with_copies} for {job.target}", result and result["compile_seconds"])
         if result is not None:
             results[name] = result
             with suppress(OSError):  # on a full disk the compiled result is still returned

@@ -29,6 +29,7 @@ class Job:
         dtype: dtype of weights and activations.
         quantize: quantisation of large weights, or None.
         references: height and width of each reference image in pixels.
+        streamed: large weights stay in the host's memory.
     """
 
     model: Networks
@@ -41,6 +42,7 @@ class Job:
     dtype: str
     quantize: str | None = None
     references: tuple[tuple[int, int], ...] = ()
+    streamed: bool = False
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -52,6 +54,8 @@ class Job:
         same = {"program": program, "target": self.target, "mesh": self.mesh, "batch": self.batch, "dtype": self.dtype}
         if self.quantize and program in ("encode", "denoise"):
             same["quantize"] = self.quantize
+        if self.streamed:
+            same["streamed"] = True
         networks, size = self.model, {"height": self.height, "width": self.width}
         if program == "encode":
             return same | {"text": repr(networks.text.seeing(self.references))}

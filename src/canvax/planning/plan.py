@@ -32,6 +32,7 @@ from canvax.pipelines.checks import check_size
 from canvax.pipelines.references import check_editing, reference_sizes
 from canvax.planning.compiling import compile_programs
 from canvax.planning.job import Job
+from canvax.planning.modes import Mode, modes
 from canvax.planning.targets import Chip, Gpu, Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
@@ -117,6 +118,7 @@ class Plan:
         programs: the three programs, and the image encoders of references.
         versions: versions of canvax, jax and the compiler.
         references: height and width of each reference image in pixels.
+        modes: memory and time for each place of the weights; empty if a program is refused with streamed weights too.
     """
 
     model: str
@@ -134,6 +136,7 @@ class Plan:
     programs: tuple[ProgramPlan, ...]
     versions: Mapping[str, str]
     references: tuple[tuple[int, int], ...] = ()
+    modes: tuple[Mode, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -218,6 +221,7 @@ class Plan:
             else None,
             "estimated_seconds": self.seconds if whole else None,
             "bound_seconds": self.bound_seconds if whole else None,
+            "modes": [dataclasses.asdict(mode) for mode in self.modes],
             "programs": programs,
             "versions": dict(self.versions),
         }
@@ -318,15 +322,23 @@ def plan(
         references=read,
     )
     versions = {"canvax": __version__, "jax": version("jax"), **compiler_version(aim)}
-    results = compile_programs(job, versions, reuse=reuse, announce=announce)
+    results = compile_programs(job, versions, job.programs, reuse=reuse, announce=announce)
     evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1, **Counter(map(reference_encoder, read))}
     programs = tuple(_program(name, evaluations[name], results[name]) for name in job.programs)
     weights, small = (
         {name: device_bytes(spec, parse_dtype(computed), axes) for name, spec in networks.specs(kind).items()}
         for kind in (quantize, quantize or "int8")
     )
+    refused = [program.name for program in programs if program.refused]
+    if streamed := [name for name in refused if name in ("encode", "denoise")]:
+        job = dataclasses.replace(job, streamed=True)
+        results |= compile_programs(job, versions, streamed, reuse=reuse, announce=announce)
+    usable = [_program(name, evaluations[name], results[name]) for name in job.programs]
+    held: dict[str, Any] = {"streamed": streamed, "quantize": quantize, "dtype": computed, "axes": axes}
+    ways = () if any(program.refused for program in usable) else modes(networks, usable, aim.chip, **held)
     settings = (str(model), aim, axes, batch, height, width, steps, guided, computed, quantize)
-    return Plan(*settings, weights, sum(small.values()), programs=programs, versions=versions, references=read)
+    whole = {"programs": programs, "versions": versions, "references": read, "modes": ways}
+    return Plan(*settings, weights, sum(small.values()), **whole)
 
 
 def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramPlan:

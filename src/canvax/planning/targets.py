@@ -33,6 +33,8 @@ class Chip:
         memory: bytes of its memory.
         usable: bytes of its memory that programs can use.
         options: further options of its topology.
+        host: bytes/s from the host's pinned memory. This is an assumption, not from a data sheet: 16 GB/s for TPUs;
+            for GPUs 80 % of a PCIe link of 16 lanes.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Chip:
     memory: float
     usable: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    host: float = 16e9
 
     @property
     def half(self) -> str:
@@ -129,19 +132,22 @@ _KIB, _MIB = 2**10, 2**20
 
 def _gpu(
     name: str, tflops: float, bandwidth: float, clock: float, memory: float, capability: tuple[int, int],
-    processors: int, shared: int, cache: float,
+    processors: int, shared: int, cache: float, link: int = 4,
 ) -> Gpu:  # fmt: skip
-    """Make a ``Gpu`` from TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of shared memory, MiB of cache."""
+    """Make a ``Gpu`` from TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of shared memory, MiB of cache, and the
+    generation of its PCIe link.
+    """
     return Gpu(
         name, "GPU", tflops * 1e12, bandwidth * 1e9, clock * 1e9, memory * GIB, PREALLOCATED * memory * GIB,
-        capability=capability, processors=processors, shared=shared * _KIB, cache=int(cache * _MIB),
+        host=0.8 * 15.75e9 * 2 ** (link - 3), capability=capability, processors=processors, shared=shared * _KIB,
+        cache=int(cache * _MIB),
     )  # fmt: skip
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("t4", 65, 320, 1.59, 15.0, (7, 5), 40, 64, 4),
+        _gpu("t4", 65, 320, 1.59, 15.0, (7, 5), 40, 64, 4, 3),
         _gpu("rtx3090", 71, 936, 1.695, 24.0, (8, 6), 82, 100, 6),
         _gpu("rtx4090", 165.2, 1008, 2.52, 24.0, (8, 9), 128, 100, 72),
         _gpu("a10g", 70, 600, 1.71, 22.5, (8, 6), 80, 100, 6),
@@ -149,9 +155,9 @@ GPUS = {
         _gpu("l40s", 362, 864, 2.52, 45.0, (8, 9), 142, 100, 96),
         _gpu("a100-40gb", 312, 1555, 1.41, 39.6, (8, 0), 108, 164, 40),
         _gpu("a100-80gb", 312, 2039, 1.41, 79.2, (8, 0), 108, 164, 40),
-        _gpu("h100", 989.4, 3352, 1.83, 79.6, (9, 0), 132, 228, 50),
-        _gpu("h200", 989.4, 4800, 1.83, 139.8, (9, 0), 132, 228, 50),
-        _gpu("b200", 2250, 8000, 1.856, 179.0, (10, 0), 148, 228, 126),
+        _gpu("h100", 989.4, 3352, 1.83, 79.6, (9, 0), 132, 228, 50, 5),
+        _gpu("h200", 989.4, 4800, 1.83, 139.8, (9, 0), 132, 228, 50, 5),
+        _gpu("b200", 2250, 8000, 1.856, 179.0, (10, 0), 148, 228, 126, 5),
     )
 }
 

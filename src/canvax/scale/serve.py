@@ -178,11 +178,10 @@ class Images:
         await asyncio.to_thread(self._engine.drain, self._wanted.drain)
         await asyncio.to_thread(self._engine.close)
 
-    def _load(self, name: str, revision: str | None = None) -> Any:
+    def _load(self, name: str, **pinned: Any) -> Any:
         import canvax
 
         wanted = self._wanted
-        pinned: dict[str, Any] = {"revision": revision} if revision else {}
         pipe = canvax.load(name, **wanted.loading.keywords() | pinned)
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe
 

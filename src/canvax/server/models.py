@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
+from canvax.call import LAYERS
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
@@ -30,7 +31,7 @@ from canvax.models.beside import ADAPTERS
 from canvax.models.clip import clip_configs, most_skipped
 from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
-from canvax.parallel.place import on_devices, waits
+from canvax.parallel.place import on_devices, on_host, waits
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
@@ -136,7 +137,8 @@ class ServedModel:
 
     Args:
         name: its name in requests.
-        load: loads it by its name; a second time with ``revision=``, the commit of its weights.
+        load: loads it by its name; a second time with ``revision=``, the commit of its weights, and ``offload=`` if
+            they are streamed.
         adapters: settings of the adapters; None for no adapters.
         weights: load the weights now; else at the first request.
         files: for ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
@@ -215,8 +217,8 @@ class ServedModel:
         return {name: _bytes_of(part) for name, part in self._shapes.items()}
 
     def _as_served(self, params: Params) -> Params:
-        """Return its parameters as they are served: the denoiser's stay on the devices, others may wait in the host's
-        memory.
+        """Return its parameters as they are served: the denoiser's stay on the devices unless they are streamed,
+        others may wait in the host's memory.
 
         Images are encoded and decoded while others are denoised.
         """
@@ -236,6 +238,7 @@ class ServedModel:
         """Load its weights, from the same commit as ``model``, whatever its branch is now."""
         if self.params is None:
             pinned = {"revision": self.model.revision} if self.model.revision else {}
+            pinned |= {"offload": LAYERS} if self.model.streamed else {}  # its programs are made for that
             loaded = self._load(self.name, **pinned)
             now, before = loaded.model.files, self.model.files
             if (now.index, now.configs) != (before.index, before.configs):
@@ -484,8 +487,8 @@ def _thrown_away(checked: Checked) -> Item:
 
 
 def _bytes_of(shapes: Params) -> int:
-    """Return the bytes on each device."""
-    leaves = jax.tree.leaves(shapes)
+    """Return the bytes on each device; weights that are streamed from the host's memory do not count."""
+    leaves = [leaf for leaf in jax.tree.leaves(shapes) if not on_host(leaf)]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
