@@ -127,13 +127,15 @@ def embedded_time(p: Params, t: Array, x: Array) -> Array:
     return linear(p["linear_2"], jax.nn.silu(linear(p["linear_1"], h)))
 
 
-def swiglu_spec(width: int, inner: int, names: tuple[str, str, str] = ("gate", "up", "down")) -> Spec:
+def swiglu_spec(
+    width: int, inner: int, names: tuple[str, str, str] = ("gate", "up", "down"), *, bias: bool = False
+) -> Spec:
     """Declare the gate, up and down projections of a gated feed-forward, under the checkpoint's ``names``."""
     gate, up, down = names
     return {
-        gate: linear_spec(width, inner, ("embed", "mlp"), bias=False),
-        up: linear_spec(width, inner, ("embed", "mlp"), bias=False),
-        down: linear_spec(inner, width, ("mlp", "embed"), bias=False),
+        gate: linear_spec(width, inner, ("embed", "mlp"), bias=bias),
+        up: linear_spec(width, inner, ("embed", "mlp"), bias=bias),
+        down: linear_spec(inner, width, ("mlp", "embed"), bias=bias),
     }
 
 

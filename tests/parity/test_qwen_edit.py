@@ -1,0 +1,141 @@
+"""Qwen-Image-Edit against diffusers and transformers with the same random weights, float32: the vision tower, what it
+sees, and whole edits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as reference_pipeline
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import canvax
+from canvax.models.decoder_lm import DecoderConfig
+from canvax.models.qwen25_vision import PICTURE, WindowedConfig, windowed_tower, windowed_tower_spec
+from canvax.models.qwen_vision import PAD, SeeingLanguageModel, _patches
+
+from .families import picture
+from .reference import randomise, relative_error
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch
+
+modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+TOWER: dict[str, Any] = {
+    "depth": 3, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 20,
+    "window_size": 56, "fullatt_block_indexes": [1],
+}  # fmt: skip
+
+
+def test_vision_tower() -> None:
+    """Of two images of other sizes, as if each were alone; windows are cut at their edges."""
+    config = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**TOWER)
+    theirs = modeling.Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation="eager")
+    cfg = WindowedConfig.from_dict({"vision_config": TOWER})
+    params = params_of(stored(randomise(theirs)), windowed_tower_spec(cfg))
+    grids, room = np.array([[6, 10], [8, 6]], np.int32), 64
+    patches = np.random.default_rng(0).integers(0, 256, (2, room, 588)).astype(np.uint8)
+    mean, deviation = (np.float32(values)[:, None, None] for values in statistics())
+    inputs = jnp.asarray(patches)[:, None], jnp.asarray(grids)[:, None]
+    got = jax.jit(partial(windowed_tower, cfg=cfg))(params, *inputs)
+    for i, (rows, columns) in enumerate(grids):
+        pixels = (np.float32(patches[i, : rows * columns]).reshape(-1, 3, 1, 196) / 255 - mean) / deviation
+        with torch.no_grad():
+            seen = theirs(to_torch(np.repeat(pixels, 2, 2)).flatten(1), grid_thw=torch.tensor([[1, rows, columns]]))
+        assert relative_error(got[i, 0, : rows * columns // 4], seen.pooler_output.numpy()) < TOLERANCE
+    for layers in ([0, 1, 2], []):
+        changed = WindowedConfig.from_dict({"vision_config": TOWER | {"fullatt_block_indexes": layers}})
+        assert relative_error(windowed_tower(params, *inputs, changed)[0, 0, :15], got[0, 0, :15]) > 0.01
+
+
+def statistics() -> tuple[list[float], list[float]]:
+    processor = Qwen2VLImageProcessorPil()
+    return processor.image_mean, processor.image_std
+
+
+@pytest.mark.parametrize(("height", "width"), [(165, 215), (200, 130), (1210, 1010), (90, 1000), (384, 384), (400, 40)])
+def test_what_the_tower_sees(height: int, width: int) -> None:
+    """The sizes of diffusers' pipeline, and the patches of the released processor, bit for bit."""
+    image = picture(height, width)
+    sizes = reference_pipeline.calculate_dimensions(reference_pipeline.CONDITION_IMAGE_SIZE, width / height)
+    resized = image.resize(sizes, 1)
+    want = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384})(resized)
+    viewed = WindowedConfig().view(image, None)
+    rows, columns = viewed.height // 14, viewed.width // 14
+    assert want["image_grid_thw"].tolist() == [[1, rows, columns]]
+    assert rows * columns // 4 <= WindowedConfig().tokens((0, 0))
+    mean, deviation = (np.float32(values)[:, None, None] for values in statistics())
+    pixels = (np.float32(_patches(viewed, 14)).reshape(-1, 3, 1, 196) / 255 - mean) / deviation
+    np.testing.assert_allclose(np.repeat(pixels, 2, 2).reshape(len(pixels), -1), want["pixel_values"], atol=1e-5)
+
+
+def language_model() -> tuple[Any, SeeingLanguageModel]:
+    """With positions of which half the frequencies are along rows and columns."""
+    text = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}  # fmt: skip
+    marks = {"image_token_id": 299, "vision_start_token_id": 298, "vision_end_token_id": 297}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=TOWER | {"out_hidden_size": 32}, **marks)
+    theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    read = config.to_dict()
+    encoder = SeeingLanguageModel(
+        DecoderConfig.from_dict(read), 3, eyes=WindowedConfig.from_dict(read), picture=PICTURE, between="", whole=True
+    )
+    return randomise(theirs), encoder
+
+
+class Words:
+    """A byte is a token, but for the mark of an image."""
+
+    backend = SimpleNamespace(token_to_id={PAD: 299}.get)
+    empty = ""
+
+    def ids(self, text: str) -> list[int]:
+        return [token for part in text.split(PAD) for token in (299, *part.encode())][1:]
+
+
+def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All features of text and images, as if each prompt were alone."""
+    monkeypatch.setattr("canvax.models.qwen25_vision.VIEWED_PIXELS", 224 * 224)
+    theirs, encoder = language_model()
+    state = {name.replace("model.visual.", "visual."): array for name, array in stored(theirs).items()}
+    state = {name.replace("model.language_model.", "model."): array for name, array in state.items()}
+    params = params_of({name: state[name] for name in state if name != "lm_head.weight"}, encoder.spec)
+    views = [[encoder.view(picture(*size, phase), None) for size in ((165, 215), (300, 130))] for phase in (0.0, 2.0)]
+    texts, length = ["a fox", "a hen on a hill"], 128
+    inputs = encoder.read(Words(), texts, length, views)
+    seeing = encoder.seeing([(1, 1)] * 2)
+    assert {name: array.shape[1:] for name, array in inputs.items()} == {
+        name: shape.shape for name, shape in seeing.inputs(length).items()
+    }
+    got = jax.jit(encoder.encode)(params, **inputs)
+    outputs = seeing.outputs(length, jnp.dtype(jnp.float32))
+    assert {name: array.shape[1:] for name, array in got.items()} == {name: s.shape for name, s in outputs.items()}
+    for i, text in enumerate(texts):
+        ids = Words().ids(prompt_of(text))
+        assert encoder.count(Words(), text, views[i]) == len(ids) - 2
+        seen = Qwen2VLImageProcessorPil(do_resize=False)(views[i], return_tensors="pt")
+        slots = (seen["image_grid_thw"].prod(-1) // 4).tolist()
+        ids = [token for word in ids for token in ([word] * slots.pop(0) if word == 299 else [word])]
+        tokens = torch.tensor([ids])
+        with torch.no_grad():
+            found = theirs(tokens, **seen, mm_token_type_ids=(tokens == 299).int(), output_hidden_states=True)
+        assert got["length"][i] == len(ids)
+        assert relative_error(got["text"][i : i + 1, : len(ids)], found.hidden_states[-1].numpy()) < TOLERANCE
+
+
+def prompt_of(text: str) -> str:
+    return "".join(PICTURE.format(number) for number in (1, 2)) + text
+
+
+def test_a_narrow_image_is_refused() -> None:
+    for size in ((4000, 10), (10, 4000)):
+        with pytest.raises(canvax.InputError) as caught:
+            WindowedConfig().view(picture(*size), None)
+        assert caught.value.argument == "image"
