@@ -233,11 +233,12 @@ def build_krea2(folder: Path, *, released: bool = False, **index: Any) -> Path:
             num_layerwise_text_blocks=1, num_refiner_text_blocks=2, axes_dims_rope=(4, 6, 6) if released else (8, 4, 4),
         ),
     )  # fmt: skip
-    sizes: dict[str, Any] = {"z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7],
-                             "latents_std": [2.0, 1.5, 0.7, 1.1]}  # fmt: skip
     vae = randomise(
         diffusers.AutoencoderKLQwenImage(
-            base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else sizes)
+            base_dim=8,
+            dim_mult=[1, 2, 4, 4],
+            temperal_downsample=[False, True, True],
+            **({} if released else WAN_SIZES),
         ),
         2,
     )
@@ -251,6 +252,9 @@ def build_krea2(folder: Path, *, released: bool = False, **index: Any) -> Path:
     return folder
 
 
+WAN_SIZES: dict[str, Any] = {
+    "z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7], "latents_std": [2.0, 1.5, 0.7, 1.1],
+}  # fmt: skip
 QWEN_SIZES: dict[str, Any] = {
     "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4,
     "context_in_dim": 32, "axes_dims_rope": (4, 6, 6),
@@ -341,6 +345,49 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     return folder
 
 
+def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
+    """Likewise, of Qwen-Image 1, whose attention is far from even and in which text matters."""
+    words = tokenizer()
+    pieces = re.findall(r"<\|\w+\|>| ?\w+|\n|[,:]", TEMPLATE.partition("{}")[0])
+    assert len(pieces) == DROPPED  # as of the released tokenizer
+    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
+    words.pad_token = "Z"
+    width, heads = (256, 2) if released else (32, 4)
+    lm = {"vocab_size": len(words) + 3, "hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 3,
+          "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+          "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
+                              "mrope_section": [16, 24, 24] if released else [2, 1, 1]}}  # fmt: skip
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width}
+    kind = transformers.Qwen2_5_VLForConditionalGeneration
+    text = randomise(kind(transformers.Qwen2_5_VLConfig(text_config=lm, vision_config=eyes)), 1)
+    sizes: dict[str, Any] = (
+        {"in_channels": 64, "out_channels": 16, "attention_head_dim": 32, "axes_dims_rope": (4, 14, 14)}
+        if released else {"in_channels": 16, "out_channels": 4, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+    )  # fmt: skip
+    transformer: Any = randomise(
+        diffusers.QwenImageTransformer2DModel(
+            num_layers=2, num_attention_heads=3, joint_attention_dim=width, **sizes
+        ), 3,
+    )  # fmt: skip
+    with torch.no_grad():
+        transformer.txt_in.weight.mul_(3)
+        transformer.proj_out.weight.mul_(2)
+        for name, weight in transformer.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
+                weight.mul_(4)
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True],
+        **({} if released else WAN_SIZES),
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, shift_terminal=0.02,
+        **{"base_image_seq_len": 256, "max_image_seq_len": 8192} if released else
+        {"base_image_seq_len": 10, "max_image_seq_len": 64},
+    )  # fmt: skip
+    diffusers.QwenImagePipeline(scheduler, randomise(vae, 2), text, words, transformer).save_pretrained(folder)
+    return folder
+
+
 FLUX_SIZES: dict[str, Any] = {
     "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
     "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
@@ -427,10 +474,8 @@ def build_anima(folder: Path, *, released: bool = False) -> Path:
                 weight.mul_(4)
             if name.endswith("attn2.to_out.0.weight"):
                 weight.mul_(3)
-    sizes: dict[str, Any] = {"z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7],
-                             "latents_std": [2.0, 1.5, 0.7, 1.1]}  # fmt: skip
     vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else sizes)
+        base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else WAN_SIZES)
     )
     pipe = modular.AnimaAutoBlocks().init_pipeline()
     pipe.update_components(
@@ -518,6 +563,10 @@ def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: 
         more = {} if negatives is None else {"negative_prompt": negatives[i], "true_cfg_scale": scale}
         images.append(pipe(prompt, latents=latents[i : i + 1], **more, **keywords).images[0])
     return np.stack(images)
+
+
+def _qwen_1(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    return _at_once(pipe, prompts, latents, {**keywords, "true_cfg_scale": keywords.pop("guidance_scale", 1.0)})
 
 
 def _open_chroma(folder: Path) -> Any:
@@ -889,6 +938,15 @@ def _qwen(**more: Any) -> Record:
     )  # fmt: skip
 
 
+def qwen_1_factors() -> Factors:
+    """Likewise."""
+    attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    sizes = {f"transformer_blocks.0.attn.{name}": (48, 48) for name in attention}
+    sizes |= {"transformer_blocks.1.img_mlp.net.0.proj": (192, 48), "transformer_blocks.0.txt_mlp.net.2": (48, 192)}
+    sizes |= {"transformer_blocks.1.img_mod.1": (288, 48), "transformer_blocks.0.txt_mod.1": (288, 48)}
+    return _factors(sizes | {"img_in": (48, 16), "proj_out": (16, 48)}, 0.2)
+
+
 def flux_original(found: Arrays) -> Arrays:
     """Likewise, of FLUX.1 and Chroma, by a table that is the test's."""
     if "norm_out.linear.weight" in found:
@@ -1037,6 +1095,13 @@ RECORDS = {
     "krea2": _krea2(steps=(28, 4.5)),
     "krea2-turbo": _krea2(steps=(8, 0.0), how={"is_distilled": True}, distilled=True),
     "qwen": _qwen(steps=(40, 1.0)),
+    "qwen-1": Record(
+        title="Qwen-Image 1", build=build_qwen_1, open=_by_class("QwenImagePipeline"), factor=8, channels=4,
+        latents=packed, steps=(50, 4.0), factors=qwen_1_factors, authors=lambda factors: factors, ask=_qwen_1,
+        original=lambda found: found, vae=lambda found: by_rules(found, Names(wan_vae_rules(WAN_PLACES))),
+        files=("qwen_image_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"), negatives=("blurry", " "),
+        layer="transformer_blocks.1.img_mlp.net.0.proj.weight",
+    ),
     "qwen-turbo": _qwen(steps=(4, 1.0), how={"sample_sigmas": TURBO_TIMES}, distilled=True),
 }  # fmt: skip
 

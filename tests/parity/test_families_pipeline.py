@@ -120,6 +120,8 @@ def assert_other(got: Any, want: Any, most: float = 40) -> None:
     ("qwen", None, 64, 96, 5, {}),
     ("qwen", 3.0, 128, 32, 4, {"guidance_scale": 1.0}),
     ("qwen-turbo", None, 64, 96, 4, {}),
+    ("qwen-1", 3.0, 48, 80, 5, {"guidance_method": "cfg"}),
+    ("qwen-1", 1.0, 64, 32, 4, {"guidance_scale": 2.0}),
     ("flux-schnell", None, 48, 80, 4, {}),
     ("flux-schnell", 2.0, 64, 32, 4, {"guidance_scale": 1.0}),
     ("flux-dev", 3.5, 48, 80, 5, {"guidance_scale": 1.0}),

@@ -272,6 +272,7 @@ def double_block(
     lengths: Array | None = None,
     *,
     eps: float,
+    text_last: bool = False,
 ) -> tuple[Array, Array]:
     """Apply a double-stream block (Esser et al. 2024, figure 2b): text and image share only attention.
 
@@ -281,9 +282,10 @@ def double_block(
         text: [B, S, D].
         for_image: six chunks of modulation.
         for_text: six chunks of modulation.
-        rope: positions of text, then image.
-        lengths: number of text and image tokens to attend to [B], or which ones, bool [B, T]; None for all.
+        rope: positions of text, then image; with ``text_last`` of image, then text.
+        lengths: number of these tokens to attend to [B], or which ones, bool [B, T]; None for all.
         eps: epsilon of all normalisations.
+        text_last: the text, whose padding is not read, is behind the image.
 
     Returns:
         Both streams.
@@ -291,10 +293,13 @@ def double_block(
     with jax.named_scope("double_block"):
         in_text = queries_keys_values(p["attn"], modulated(layer_norm(text, eps=eps), *for_text[:2]), TEXT, eps=eps)
         in_image = queries_keys_values(p["attn"], modulated(layer_norm(image, eps=eps), *for_image[:2]), eps=eps)
-        q, k, v = (jnp.concatenate(both, axis=1) for both in zip(in_text, in_image, strict=True))
+        first, second = (in_image, in_text) if text_last else (in_text, in_image)
+        q, k, v = (jnp.concatenate(both, axis=1) for both in zip(first, second, strict=True))
         y = attend(q, k, v, rope, lengths)
-        image = image + for_image[2] * linear(p["attn"]["to_out"]["0"], y[:, text.shape[1] :])
-        text = text + for_text[2] * linear(p["attn"]["to_add_out"], y[:, : text.shape[1]])
+        of_first, of_second = jnp.split(y, [first[0].shape[1]], axis=1)
+        of_image, of_text = (of_first, of_second) if text_last else (of_second, of_first)
+        image = image + for_image[2] * linear(p["attn"]["to_out"]["0"], of_image)
+        text = text + for_text[2] * linear(p["attn"]["to_add_out"], of_text)
         image = image + for_image[5] * feed_forward(p["ff"], modulated(layer_norm(image, eps=eps), *for_image[3:5]))
         text = text + for_text[5] * feed_forward(p["ff_context"], modulated(layer_norm(text, eps=eps), *for_text[3:5]))
         return image, text

@@ -23,6 +23,9 @@ from canvax.weights.layouts import EMBEDDED, LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
 
+QWEN25_HEAD = (128,)
+"""Shape of a head in every Qwen2.5-VL, whose arrays do not determine it."""
+
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
     """Find a language model and download missing files; no array is read.
@@ -68,7 +71,7 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
     shapes = {whole_name(name): shape for name, shape in shapes.items()}
     vocabulary, width = shapes["model.embed_tokens.weight"]
     layer = "model.layers.0"
-    head = shapes[f"{layer}.self_attn.q_norm.weight"][0]
+    head = shapes.get(f"{layer}.self_attn.q_norm.weight", QWEN25_HEAD)[0]
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -132,8 +135,8 @@ def vision_config(shapes: Shapes) -> dict[str, Any]:
     """Return the fields of a vision tower's config that shapes determine; ``depth`` is 0 without a tower."""
     shapes = {whole_name(name): shape for name, shape in shapes.items()}
     depth = numbered(shapes, r"visual\.blocks\.(\d+)\.")
-    if not depth:
-        return {"depth": 0}
+    if not depth or "visual.pos_embed.weight" not in shapes:  # Qwen2.5-VL's has no table of positions
+        return {"depth": depth}
     positions, width = shapes["visual.pos_embed.weight"]
     return {
         "depth": depth,
