@@ -26,11 +26,13 @@ import torch
 import transformers
 from diffusers.models.transformers import transformer_cosmos
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import canvax
 from benchmarks.lab.layouts import CHAT_TEMPLATE
 from canvax.families.flux import T5
 from canvax.families.krea2 import NAMES as KREA2_NAMES
+from canvax.families.qwen_image_1 import EDIT_DROPPED, EDIT_TEMPLATE
 from canvax.models.dit import pack
 from canvax.models.krea2 import DROPPED, TEMPLATE
 from canvax.models.qwen_image import DROPPED as QWEN_DROPPED
@@ -388,6 +390,34 @@ def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
     return folder
 
 
+def build_qwen_edit(folder: Path, *, released: bool = False, zero_cond_t: bool = True) -> Path:
+    """Likewise, of Qwen-Image-Edit, without the processor of images."""
+    build_qwen_1(folder, released=released)
+    words = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    pieces = re.findall(r"<\|\w+\|>|'s|\),| ?\w+| ?\(|\n|[,.]", EDIT_TEMPLATE.partition("{}")[0])
+    assert len(pieces) == EDIT_DROPPED  # as of the released tokenizer
+    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
+    marks = [f"<|{mark}|>" for mark in ("im_start", "im_end", "image_pad", "vision_start", "vision_end")]
+    words.add_special_tokens({"additional_special_tokens": marks})
+    config = transformers.Qwen2_5_VLConfig.from_pretrained(folder / "text_encoder")
+    config.text_config.vocab_size = len(words) + 3
+    config.image_token_id = words.convert_tokens_to_ids("<|image_pad|>")
+    eyes = {"depth": 32, "hidden_size": 64} if released else {
+        "depth": 3, "hidden_size": 32, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    for name, value in {**eyes, "intermediate_size": 48, "num_heads": eyes.get("num_heads", 16)}.items():
+        setattr(config.vision_config, name, value)
+    randomise(transformers.Qwen2_5_VLForConditionalGeneration(config), 1).save_pretrained(folder / "text_encoder")
+    for part in ("tokenizer", "processor"):
+        words.save_pretrained(folder / part)
+    changes = {"transformer/config.json": {"zero_cond_t": zero_cond_t}, "model_index.json": {
+        "_class_name": "QwenImageEditPlusPipeline", "processor": ["transformers", "Qwen2VLProcessor"],
+    }}  # fmt: skip
+    for name, fields in changes.items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+    return folder
+
+
 FLUX_SIZES: dict[str, Any] = {
     "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
     "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
@@ -567,6 +597,53 @@ def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: 
 
 def _qwen_1(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
     return _at_once(pipe, prompts, latents, {**keywords, "true_cfg_scale": keywords.pop("guidance_scale", 1.0)})
+
+
+class _EditProcessor(transformers.ProcessorMixin):
+    """What Qwen-Image-Edit's pipeline asks of the released processor, without the libraries for videos."""
+
+    def __init__(self, words: Any) -> None:
+        self.tokenizer = words
+
+    def __call__(self, text: list[str], images: Sequence[Image.Image], **keywords: Any) -> Any:
+        seen = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384})(
+            images, return_tensors="pt"
+        )
+        for slots in (seen["image_grid_thw"].prod(-1) // 4).tolist():
+            text = [words.replace("<|image_pad|>", "<|seen|>" * slots, 1) for words in text]
+        found = self.tokenizer([words.replace("<|seen|>", "<|image_pad|>") for words in text], **keywords)
+        found.update(seen)
+        return found
+
+
+def _open_qwen_edit(folder: Path) -> Any:
+    """The pipeline with positions of images: with transformers 5 diffusers forgets them (its issue 14194)."""
+    processor = _EditProcessor(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    pipe = diffusers.QwenImageEditPlusPipeline.from_pretrained(folder, processor=processor)
+    forward, token = pipe.text_encoder.forward, pipe.text_encoder.config.image_token_id
+
+    def placed(input_ids: Any, **keywords: Any) -> Any:
+        return forward(input_ids=input_ids, mm_token_type_ids=(input_ids == token).int(), **keywords)
+
+    pipe.text_encoder.forward = placed
+    return pipe
+
+
+EDIT_PIXELS = {"CONDITION_IMAGE_SIZE": 224 * 224, "VAE_IMAGE_SIZE": 128 * 128}
+"""Pixels of the references of tests, by their names in diffusers."""
+
+
+def _qwen_edit(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """One image at a time, of one reference if none is given: the reference takes one prompt and needs an image."""
+    scale, negatives, images = keywords.pop("guidance_scale", 4.0), keywords.pop("negative_prompt", None), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, pixels in EDIT_PIXELS.items():
+            patch.setattr(f"diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.{name}", pixels)
+        for i, prompt in enumerate(prompts):
+            given = {"image": ONE, **keywords, "negative_prompt": negatives[i] if negatives else " "}
+            given["true_cfg_scale"] = scale
+            images.append(pipe(prompt=prompt, latents=latents[i : i + 1], **given).images[0])
+    return np.stack(images)
 
 
 def _open_chroma(folder: Path) -> Any:
@@ -947,6 +1024,19 @@ def qwen_1_factors() -> Factors:
     return _factors(sizes | {"img_in": (48, 16), "proj_out": (16, 48)}, 0.2)
 
 
+def _qwen_1_record(**more: Any) -> Record:
+    usual: dict[str, Any] = {
+        "build": build_qwen_1, "open": _by_class("QwenImagePipeline"), "ask": _qwen_1,
+        "files": ("qwen_image_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
+    }  # fmt: skip
+    return Record(
+        title="Qwen-Image 1", factor=8, channels=4, latents=packed, steps=(50, 4.0), factors=qwen_1_factors,
+        authors=lambda factors: factors, original=lambda found: found, negatives=("blurry", " "),
+        vae=lambda found: by_rules(found, Names(wan_vae_rules(WAN_PLACES))),
+        layer="transformer_blocks.1.img_mlp.net.0.proj.weight", **usual | more,
+    )  # fmt: skip
+
+
 def flux_original(found: Arrays) -> Arrays:
     """Likewise, of FLUX.1 and Chroma, by a table that is the test's."""
     if "norm_out.linear.weight" in found:
@@ -1095,12 +1185,10 @@ RECORDS = {
     "krea2": _krea2(steps=(28, 4.5)),
     "krea2-turbo": _krea2(steps=(8, 0.0), how={"is_distilled": True}, distilled=True),
     "qwen": _qwen(steps=(40, 1.0)),
-    "qwen-1": Record(
-        title="Qwen-Image 1", build=build_qwen_1, open=_by_class("QwenImagePipeline"), factor=8, channels=4,
-        latents=packed, steps=(50, 4.0), factors=qwen_1_factors, authors=lambda factors: factors, ask=_qwen_1,
-        original=lambda found: found, vae=lambda found: by_rules(found, Names(wan_vae_rules(WAN_PLACES))),
-        files=("qwen_image_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"), negatives=("blurry", " "),
-        layer="transformer_blocks.1.img_mlp.net.0.proj.weight",
+    "qwen-1": _qwen_1_record(),
+    "qwen-edit": _qwen_1_record(
+        build=build_qwen_edit, open=_open_qwen_edit, ask=_qwen_edit,
+        files=("qwen_image_edit_2511_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
     ),
     "qwen-turbo": _qwen(steps=(4, 1.0), how={"sample_sigmas": TURBO_TIMES}, distilled=True),
 }  # fmt: skip

@@ -52,6 +52,7 @@ from canvax.weights.lora import read_adapter
 from tests.support.serving import held, until
 
 from .families import (
+    EDIT_PIXELS,
     HEIGHT,
     ONE,
     PROMPTS,
@@ -86,10 +87,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model that a test asks for by ``over``; else FLUX.2 klein."""
     made = models(getattr(request, "param", "flux2"))
-    if made.record.title in ("FLUX.1", "FLUX.2", "Qwen-Image"):  # less padding of references, which takes time
+    if made.record.title.startswith(("FLUX.1", "FLUX.2", "Qwen")):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
         monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((HEIGHT, WIDTH), (64, 48)))
-    monkeypatch.setattr("canvax.models.qwen_image.REFERENCE_PIXELS", 128 * 128)
+    for name in ("qwen_image", "qwen_image_1"):
+        monkeypatch.setattr(f"canvax.models.{name}.REFERENCE_PIXELS", 128 * 128)
+    monkeypatch.setattr("canvax.models.qwen25_vision.VIEWED_PIXELS", EDIT_PIXELS["CONDITION_IMAGE_SIZE"])
     return made
 
 
@@ -570,7 +573,7 @@ def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("references", [ONE, TWO], ids=["one", "two"])
-@over("flux2", "flux3", "qwen")
+@over("flux2", "flux3", "qwen", "qwen-edit")
 def test_editing(model: Model, references: list[Any]) -> None:
     """References of sizes that are no multiples, of an image of another size."""
     asked: dict[str, Any] = {"num_inference_steps": 4, **model.small}
@@ -579,7 +582,7 @@ def test_editing(model: Model, references: list[Any]) -> None:
     assert_other(model.draw(**asked).pixels, want)
     if model.name != "flux3" and len(references) > 1:
         assert_other(model.draw(image=references[::-1], **asked).pixels, want, 50)
-    if model.name == "qwen":
+    if model.name in ("qwen", "qwen-edit"):
         assert_other(model.draw(image=references, prompt=[*model.record.prompts[::-1]], **asked).pixels, want)
 
 

@@ -88,6 +88,7 @@ class SingleFile:
         marks: prefixes of names that only this family's transformer has.
         config: returns the transformer's config from shapes of arrays under the names of diffusers. Raises ``KeyError``
             or ``IndexError`` for missing arrays, ``ValueError`` with the reason for other models.
+        named: returns further fields of it for the name of the file without its suffix.
         configs: fields of the other parts' configs that their arrays do not determine.
         tokenizer: folder of the tokenizer for a text encoder without one next to it.
         stems: parts of the names of files of the base model, "" for any, and of the distilled one; None if the arrays
@@ -113,6 +114,7 @@ class SingleFile:
     unused: tuple[str, ...] = ()
     inside: Mapping[str, tuple[str, Callable[[Shapes], dict[str, Any]]]] = field(default_factory=dict)
     packaged: Mapping[str, Path] = field(default_factory=dict)
+    named: Callable[[str], Mapping[str, Any]] | None = None
 
     def is_distilled(self, stem: str) -> tuple[bool, str] | None:
         """Return whether the file's name is that of a distilled model, with the evidence; None if its arrays decide."""

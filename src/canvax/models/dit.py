@@ -87,6 +87,37 @@ def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
     return index // width[:, None], index % width[:, None]
 
 
+def centred(row: Array, column: Array, height: Array, width: Array) -> tuple[Array, Array]:
+    """Return rows and columns of a grid of this height and width around 0."""
+    return row - (height - height // 2), column - (width - width // 2)
+
+
+class ReferenceGrids(NamedTuple):
+    """Sizes of reference images in tokens.
+
+    Attributes:
+        height: of each reference [B, N]; 0 for none.
+        width: likewise.
+        owner: whether a token is of a reference, bool [B, R, N].
+    """
+
+    height: Array
+    width: Array
+    owner: Array
+
+    def of(self, values: Array) -> Array:
+        """Return the entry [B, R] of ``values`` [B, N] for each token's reference."""
+        return jnp.where(self.owner, values[:, None], 0).sum(-1)
+
+
+def reference_grids(ids: Array, count: int) -> ReferenceGrids:
+    """Return the sizes of ``count`` references from number (from 1 on), row and column of each token, [B, R, 3]."""
+    number, row, column = jnp.moveaxis(ids, -1, 0)
+    owner = number[:, :, None] == jnp.arange(1, count + 1)[None, None]
+    height, width = (jnp.max(jnp.where(owner, side[:, :, None] + 1, 0), axis=1) for side in (row, column))
+    return ReferenceGrids(height, width, owner)
+
+
 def rms_norm_spec(channels: int) -> Spec:
     """Declare the scale of a root-mean-square normalisation."""
     return {"weight": Param((channels,), (None,), init="ones")}

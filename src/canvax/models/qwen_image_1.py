@@ -1,8 +1,8 @@
-"""Qwen-Image and Qwen-Image-2512 (Qwen Team 2025): ``QwenImageTransformer2DModel`` as pure functions.
+"""Qwen-Image, 2512 and Edit (Qwen Team 2025): ``QwenImageTransformer2DModel`` as pure functions.
 
 It has double-stream blocks only, those of FLUX.1 (``canvax.models.flux``), whose modulation follows from the time.
 Positions of an image are centred on 0, and those of the text follow its longer side. A token holds 2 x 2 latents of
-``canvax.models.wan_vae``; the text is the last state of Qwen2.5-VL-7B.
+``canvax.models.wan_vae``; the text is the last state of Qwen2.5-VL-7B. Tokens of references follow those of the image.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Layers
-from canvax.models.denoiser import COLUMNS, Facts, Packing, Row, TransformerDenoiser
+from canvax.models.denoiser import COLUMNS, MOST_REFERENCES, REFERENCES, Facts, Packing, Row, TransformerDenoiser
 from canvax.models.dit import (
+    Modulation,
     Rope,
     axes_faults,
+    centred,
     chunks,
     double_block,
     double_block_spec,
@@ -27,6 +29,7 @@ from canvax.models.dit import (
     grid_ids,
     layer_norm,
     modulated,
+    reference_grids,
     rms_norm,
     rms_norm_spec,
     rotary_embedding,
@@ -42,10 +45,17 @@ EPS, THETA, TIME_WIDTH = 1e-6, 1e4, 256
 PATCH = 2
 """Latents along a side of a token."""
 
+REFERENCE_PIXELS = 1024 * 1024
+"""References are scaled to about as many pixels, smaller ones too."""
+
 
 @dataclass(frozen=True)
 class QwenImage1Config(Config):
-    """``QwenImageTransformer2DModel``: names and defaults are those of the diffusers config."""
+    """``QwenImageTransformer2DModel``: names and defaults are those of the diffusers config.
+
+    Attributes:
+        zero_cond_t: references are at time 0, and not at that of the image.
+    """
 
     CLASS: ClassVar[str] = "QwenImageTransformer2DModel"
 
@@ -56,6 +66,7 @@ class QwenImage1Config(Config):
     num_attention_heads: Count = 24
     joint_attention_dim: Count = 3584
     axes_dims_rope: tuple[Count, ...] = (16, 56, 56)
+    zero_cond_t: bool = False
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": (PATCH,)}
 
@@ -100,11 +111,13 @@ class QwenImage1Context(NamedTuple):
 
     Attributes:
         text: embedded text [B, S, D].
-        rope: positions of image, then text.
-        lengths: number of image and text tokens to attend to [B].
+        references: embedded references [B, R, D]; R is 0 for none.
+        rope: positions of image, references, then text.
+        lengths: number of image and text tokens to attend to [B]; with references, which tokens, bool [B, T].
     """
 
     text: Array
+    references: Array
     rope: Rope
     lengths: Array
 
@@ -116,20 +129,35 @@ def qwen_image_1_context(
 
     Args:
         p: parameters as declared by ``qwen_image_1_spec``.
-        conditions: ``text`` [B, S, ``joint_attention_dim``], ``length`` [B], the tokens of each text, and ``COLUMNS``.
+        conditions: ``text`` [B, S, ``joint_attention_dim``], ``length`` [B], the tokens of each text, ``COLUMNS``, and
+            perhaps ``REFERENCES``.
         dtype: dtype to compute in.
         cfg: the config.
         tokens: L, the number of tokens of an image.
     """
     text, width = conditions["text"].astype(dtype), conditions[COLUMNS][:, None]
+    batch, rows, _ = text.shape
     row, column = grid_ids(tokens, width[:, 0])
     height = tokens // width
-    grid = jnp.stack([jnp.zeros_like(row), row - (height - height // 2), column - (width - width // 2)], axis=-1)
-    after = jnp.maximum(height, width) // 2 + jnp.arange(text.shape[1])[None]
-    ids = jnp.concatenate([grid, jnp.stack([after] * 3, axis=-1)], axis=1)
+    ids = [jnp.stack([jnp.zeros_like(row), *centred(row, column, height, width)], axis=-1)]
+    longest = jnp.maximum(height, width)
+    lengths = jnp.maximum(conditions["length"], 1)  # unused slots of a batch have no prompt
+    references = jnp.zeros((batch, 0, cfg.dim), dtype)
+    if REFERENCES in conditions:
+        seen = conditions[REFERENCES]
+        references = linear(p["img_in"], seen["tokens"].astype(dtype))
+        grids, (number, row, column) = reference_grids(seen["ids"], MOST_REFERENCES), jnp.moveaxis(seen["ids"], -1, 0)
+        sides = grids.of(grids.height), grids.of(grids.width)
+        ids.append(jnp.stack([number, *centred(row, column, *sides)], axis=-1))
+        longest = jnp.maximum(longest, jnp.maximum(grids.height, grids.width).max(-1, keepdims=True))
+        parts = (tokens, jnp.full(batch, tokens)), (references.shape[1], seen["count"]), (rows, lengths)
+        lengths = jnp.concatenate([jnp.arange(size)[None] < count[:, None] for size, count in parts], axis=1)
+    else:
+        lengths = tokens + lengths
+    after = longest // 2 + jnp.arange(rows)[None]
+    rope = rotary_embedding(jnp.concatenate([*ids, jnp.stack([after] * 3, axis=-1)], axis=1), cfg.axes_dims_rope, THETA)
     text = linear(p["txt_in"], rms_norm(p["txt_norm"], text, eps=EPS))
-    lengths = tokens + jnp.maximum(conditions["length"], 1)  # unused slots of a batch have no prompt
-    return QwenImage1Context(text, rotary_embedding(ids, cfg.axes_dims_rope, THETA), lengths)
+    return QwenImage1Context(text, references, rope, lengths)
 
 
 def qwen_image_1(p: Params, x: Array, timestep: Array, context: QwenImage1Context, cfg: QwenImage1Config) -> Array:
@@ -145,16 +173,30 @@ def qwen_image_1(p: Params, x: Array, timestep: Array, context: QwenImage1Contex
     Returns:
         [B, L, ``in_channels``].
     """
-    time = jax.nn.silu(embedded_time(p["time_text_embed"]["timestep_embedder"], timestep, x))[:, None]
-    image, text = linear(p["img_in"], x), context.text
+    embedder, text, of_image = p["time_text_embed"]["timestep_embedder"], context.text, x.shape[1]
+    time = jax.nn.silu(embedded_time(embedder, timestep, x))[:, None]
+    image = jnp.concatenate([linear(p["img_in"], x), context.references], axis=1)
+    times = time
+    if cfg.zero_cond_t and context.references.shape[1]:
+        clean = jax.nn.silu(embedded_time(embedder, jnp.zeros_like(timestep), x))[:, None]
+        times = jnp.concatenate([time, clean], axis=1)
     for i in range(cfg.num_layers):
         block, where = p["transformer_blocks"][str(i)], f"transformer_blocks.{i}"
-        by = chunks(block["norm1"], time, 6), chunks(block["norm1_context"], time, 6)
+        for_image = _by_token(chunks(block["norm1"], times, 6), of_image, image.shape[1])
+        for_text = chunks(block["norm1_context"], time, 6)
         image, text = double_block(
-            block, image, text, *by, context.rope, context.lengths, eps=EPS, text_last=True, where=where
+            block, image, text, for_image, for_text, context.rope, context.lengths, eps=EPS, text_last=True, where=where
         )
     scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here
-    return linear(p["proj_out"], modulated(layer_norm(image, eps=EPS), shift, scale))
+    return linear(p["proj_out"], modulated(layer_norm(image[:, :of_image], eps=EPS), shift, scale))
+
+
+def _by_token(modulation: Modulation, of_image: int, tokens: int) -> Modulation:
+    """Return the modulation of each token, if it has vectors of two times, of image and references [B, 2, D]."""
+    if modulation[0].shape[1] == 1:
+        return modulation
+    is_image = (jnp.arange(tokens) < of_image)[None, :, None]
+    return tuple(jnp.where(is_image, each[:, :1], each[:, 1:]) for each in modulation)
 
 
 @dataclass(frozen=True)
@@ -164,10 +206,12 @@ class QwenImage1Denoiser(TransformerDenoiser):
     Attributes:
         cfg: its config.
         dropped: tokens of the chat template before the prompt, whose features are not read.
+        edits: whether the model reads references.
     """
 
     cfg: QwenImage1Config
     dropped: int
+    edits: bool = False
 
     @property
     def spec(self) -> Spec:
@@ -175,7 +219,8 @@ class QwenImage1Denoiser(TransformerDenoiser):
 
     @property
     def facts(self) -> Facts:
-        return Facts(native_size=(128, 128), packing=Packing(PATCH, channels_first=True))
+        packing, pixels = Packing(PATCH, channels_first=True), REFERENCE_PIXELS if self.edits else 0
+        return Facts(native_size=(128, 128), packing=packing, edits=self.edits, reference_pixels=pixels)
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> QwenImage1Context:
         rest = {"text": conditions["text"][:, self.dropped :], "length": conditions["length"] - self.dropped}

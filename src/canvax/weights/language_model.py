@@ -135,8 +135,15 @@ def vision_config(shapes: Shapes) -> dict[str, Any]:
     """Return the fields of a vision tower's config that shapes determine; ``depth`` is 0 without a tower."""
     shapes = {whole_name(name): shape for name, shape in shapes.items()}
     depth = numbered(shapes, r"visual\.blocks\.(\d+)\.")
-    if not depth or "visual.pos_embed.weight" not in shapes:  # Qwen2.5-VL's has no table of positions
-        return {"depth": depth}
+    if not depth:
+        return {"depth": 0}
+    if "visual.pos_embed.weight" not in shapes:  # Qwen2.5-VL's has no table of positions
+        return {
+            "depth": depth,
+            "hidden_size": shapes["visual.patch_embed.proj.weight"][0],
+            "intermediate_size": shapes["visual.blocks.0.mlp.gate_proj.weight"][0],
+            "out_hidden_size": shapes["visual.merger.mlp.2.weight"][0],
+        }
     positions, width = shapes["visual.pos_embed.weight"]
     return {
         "depth": depth,
