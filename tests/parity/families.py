@@ -356,7 +356,7 @@ def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
     words.pad_token = "Z"
     width, heads = (256, 2) if released else (32, 4)
     lm = {"vocab_size": len(words) + 3, "hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 3,
-          "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+          "num_attention_heads": heads, "num_key_value_heads": heads // 2, "rms_norm_eps": 1e-6,
           "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
                               "mrope_section": [16, 24, 24] if released else [2, 1, 1]}}  # fmt: skip
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width}
@@ -596,7 +596,11 @@ def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: 
 
 
 def _qwen_1(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
-    return _at_once(pipe, prompts, latents, {**keywords, "true_cfg_scale": keywords.pop("guidance_scale", 1.0)})
+    """An empty negative prompt is a space in canvax, as its authors advise."""
+    keywords |= {"true_cfg_scale": keywords.pop("guidance_scale", 1.0)}
+    if keywords.get("negative_prompt") is not None:
+        keywords["negative_prompt"] = [text or " " for text in keywords["negative_prompt"]]
+    return _at_once(pipe, prompts, latents, keywords)
 
 
 class _EditProcessor(transformers.ProcessorMixin):

@@ -94,7 +94,7 @@ from .families import (
 
 PARTS = ("transformer", "text_encoder", "vae")
 FLAGS = {"model": "--model", "text_encoder": "--text-encoder", "vae": "--vae"}
-ALL = ["z-image", "flux2", "flux3", "krea2-turbo", "qwen", "flux-dev", "chroma", "anima"]
+ALL = ["z-image", "flux2", "flux3", "krea2-turbo", "qwen", "qwen-1", "flux-dev", "chroma", "anima"]
 SIZE = ["-W", "32", "-H", "32", "--dtype", "float32", "--mesh", "data=1"]
 
 
@@ -139,6 +139,7 @@ def test_single_files(files: Files) -> None:
     ("flux3", "mine", "repa_projectors.0.weight", 16, 6.93),
     ("krea2-turbo", "Krea2_RAW_bf16", "", 28, None),
     ("qwen", "mine", "", 40, None),
+    ("qwen-1", "mine", "", 50, None),
     ("anima", "mine", "pos_embedder.seq", 30, 3.0),
 ], indirect=["files"])  # fmt: skip
 def test_files_of_comfyui(files: Files, tmp_path: Path, stem: str, stray: str, steps: int, shift: float | None) -> None:
@@ -179,7 +180,8 @@ def test_diffusers_knows_the_names(files: Files) -> None:
         return
     if files.record.title in ("FLUX.1", "Chroma"):  # whose conversion is of the released sizes: test_sizes_of_flux
         return
-    kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3", "qwen": "QwenImage21"}
+    kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3", "qwen": "QwenImage21",
+             "qwen-1": "QwenImage"}  # fmt: skip
     kind = getattr(diffusers, f"{kinds[files.name]}Transformer2DModel")
     theirs = kind.from_single_file(str(files.files["model"]), config=str(files.folder / "transformer")).state_dict()
     for name, array in wanted.items():
@@ -224,7 +226,7 @@ def test_parts_that_are_folders(files: Files) -> None:
 
 @pytest.mark.parametrize(("files", "kind"), [
     ("z-image", "Q8_0"), ("flux2", "Q5_1"), ("flux3", "Q4_0"), ("krea2-turbo", "Q4_0"),
-    ("qwen", "Q8_0"), ("chroma", "Q8_0"), ("flux-dev", "Q5_0"), ("anima", "Q8_0"),
+    ("qwen", "Q8_0"), ("qwen-1", "Q8_0"), ("chroma", "Q8_0"), ("flux-dev", "Q5_0"), ("anima", "Q8_0"),
 ], indirect=["files"])  # fmt: skip
 def test_gguf(
     files: Files, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -283,7 +285,7 @@ def test_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     for name, found in changed.items():
         with pytest.raises(canvax.CheckpointError):
             files.load(write(tmp_path / f"{name}.safetensors", found))
-    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2"}.get(files.name, "decoder.conv_in")
+    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2", "qwen-1": "conv2"}.get(files.name, "decoder.conv_in")
     vae = {name: array for name, array in files.arrays("vae").items() if lacks not in name}
     with pytest.raises(canvax.CheckpointError):
         files.load(vae=write(tmp_path / "vae.safetensors", vae))

@@ -164,8 +164,8 @@ def test_true_guidance(model: Model) -> None:
 FLUX1 = ("flux-schnell", "flux-dev", "flux-kontext", "flux-fill")
 
 
-@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo", "chroma",
-      "anima", *FLUX1)  # fmt: skip
+@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-1", "qwen-turbo",
+      "chroma", "anima", *FLUX1)  # fmt: skip
 def test_defaults(model: Model) -> None:
     """A distilled model has no second evaluation, the other one is guided away from the empty prompt."""
     ours, distilled = model.ours.model, model.record.distilled
@@ -187,24 +187,26 @@ def shift_of(model: Model, tokens: int, steps: int) -> float:
         "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
         "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
         "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)), "flux-schnell": lambda: 1.0,
-        "anima": lambda: 3.0,
+        "anima": lambda: 3.0, "qwen-1": lambda: np.exp(calculate_shift(tokens, 10, 64, 0.5, 0.9)),
         "flux-dev": lambda: np.exp(calculate_shift(tokens, 10, 64)),
     }[model.name]()  # fmt: skip
 
 
-@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev", "anima")
+@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "qwen-1", "flux-schnell", "flux-dev", "anima")
 def test_the_shift_belongs_to_the_model(model: Model) -> None:
     """Every sampler has it, and it follows the size where the reference's does."""
     for height, width in ((48, 80), (64, 32)):
         shift = shift_of(model, height * width // 256, 4)
         want = 1000 * shift / (shift + 1 / np.array([1, 0.75, 0.5, 0.25]) - 1)
+        if model.name == "qwen-1":  # the last time is stretched to 20
+            want = 1000 - (1000 - want) * 980 / (1000 - want[-1])
         for sampler in ("euler", "DPM++ 2M", "heun", "unipc", None):
             call = Call("a fox", height=height, width=width, num_inference_steps=4, sampler=sampler)
             table = sampler_table(model.ours.model, make_request(model.ours.model, call))
             np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
 
 
-@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma", "anima")
+@over("z-image", "flux2-base", "krea2", "qwen", "qwen-1", "flux-dev", "chroma", "anima")
 def test_nothing_compiles_twice(model: Model) -> None:
     """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
     usual = {"guidance_scale": 2.0, "options": None, "progress": False, **model.small}
@@ -224,7 +226,7 @@ def test_nothing_compiles_twice(model: Model) -> None:
     assert caught.value.argument == "prompt"
 
 
-@over("krea2", "qwen", slow=["z-image", "flux2-base", "anima"])
+@over("krea2", "qwen", slow=["z-image", "flux2-base", "qwen-1", "anima"])
 def test_sizes_of_as_many_tokens_share_the_denoiser(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as 48 x 80, 80 x 48 and 16 x 240 pixels; each size has a decoder of its own."""
     pipe, made = model.loaded(), list[str]()
@@ -256,6 +258,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("flux3", REFUSED),
     ("krea2", REFUSED),
     ("qwen", REFUSED),
+    ("qwen-1", [*REFUSED, ("guidance_rescale", {"guidance_rescale": 0.5})]),
     ("chroma", REFUSED),
     ("anima", REFUSED),
     ("flux-dev", [
@@ -295,7 +298,7 @@ def unguided(model: Model) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
     pytest.param(name, spelling, beside, marks=[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")))
-    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma", "anima")
+    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "qwen-1", "flux-dev", "chroma", "anima")
     for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
     if (name, beside) != ("flux3", True)
 ], indirect=["model"])  # fmt: skip
@@ -336,6 +339,7 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
     ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}), ("anima", {"data": 2, "model": 2}),
+    ("qwen-1", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
@@ -347,7 +351,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
-    ("flux-dev", "float32", 40), ("anima", "float32", 40),
+    ("flux-dev", "float32", 40), ("anima", "float32", 40), ("qwen-1", "float32", 40),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
@@ -369,6 +373,7 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("krea2", 2, [GUIDED, PLAIN], FROM_IMAGE, marks=WEEKLY),
     pytest.param("anima", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
     pytest.param("qwen", 2, [{**GUIDED, "guidance_scale": 1.0}, PLAIN], FROM_IMAGE, marks=SLOW),
+    pytest.param("qwen-1", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
     pytest.param("flux2", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},

@@ -77,7 +77,7 @@ QWEN25_VL = QWEN3_VL | {
 
 QWEN25_VL_7B = DecoderConfig(
     model_type="qwen2_5_vl_text", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-    num_attention_heads=28, num_key_value_heads=4, head_dim=128,
+    num_attention_heads=28, num_key_value_heads=4,
 )  # fmt: skip
 
 
