@@ -390,7 +390,7 @@ def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
     return folder
 
 
-def build_qwen_edit(folder: Path, *, released: bool = False, zero_cond_t: bool = True) -> Path:
+def build_qwen_edit(folder: Path, *, released: bool = False) -> Path:
     """Likewise, of Qwen-Image-Edit, without the processor of images."""
     build_qwen_1(folder, released=released)
     words = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -410,11 +410,15 @@ def build_qwen_edit(folder: Path, *, released: bool = False, zero_cond_t: bool =
     randomise(transformers.Qwen2_5_VLForConditionalGeneration(config), 1).save_pretrained(folder / "text_encoder")
     for part in ("tokenizer", "processor"):
         words.save_pretrained(folder / part)
-    changes = {"transformer/config.json": {"zero_cond_t": zero_cond_t}, "model_index.json": {
-        "_class_name": "QwenImageEditPlusPipeline", "processor": ["transformers", "Qwen2VLProcessor"],
-    }}  # fmt: skip
-    for name, fields in changes.items():
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+    transformer: Any = diffusers.QwenImageTransformer2DModel.from_pretrained(folder / "transformer")
+    with torch.no_grad():
+        for block in transformer.transformer_blocks:  # text must matter beside the rows of images
+            block.attn.add_v_proj.weight.mul_(4)
+    transformer.register_to_config(zero_cond_t=True)
+    transformer.save_pretrained(folder / "transformer")
+    path, index = folder / "model_index.json", {"_class_name": "QwenImageEditPlusPipeline"}
+    index |= {"processor": ["transformers", "Qwen2VLProcessor"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | index))
     return folder
 
 

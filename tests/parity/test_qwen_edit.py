@@ -4,7 +4,10 @@ sees, and whole edits.
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +21,14 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as refere
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import canvax
+from canvax.call import Call
 from canvax.models.decoder_lm import DecoderConfig
 from canvax.models.qwen25_vision import PICTURE, WindowedConfig, windowed_tower, windowed_tower_spec
 from canvax.models.qwen_vision import PAD, SeeingLanguageModel, _patches
+from canvax.pipelines.request import make_request
 
-from .families import picture
-from .reference import randomise, relative_error
+from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, load, picture, write
+from .reference import psnr, randomise, relative_error
 from .transformers_reference import TOLERANCE, params_of, stored, to_torch
 
 modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
@@ -132,6 +137,115 @@ def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prompt_of(text: str) -> str:
     return "".join(PICTURE.format(number) for number in (1, 2)) + text
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model("qwen-edit", tmp_path_factory.mktemp("model") / "qwen-edit")
+
+
+@pytest.fixture
+def model(made: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+    monkeypatch.setattr("canvax.models.qwen_image_1.REFERENCE_PIXELS", EDIT_PIXELS["VAE_IMAGE_SIZE"])
+    monkeypatch.setattr("canvax.models.qwen25_vision.VIEWED_PIXELS", EDIT_PIXELS["CONDITION_IMAGE_SIZE"])
+    return made
+
+
+def test_without_guidance_at_the_size_of_the_first(model: Model) -> None:
+    """Three references, which are seen in order."""
+    three = [*TWO, picture(90, 100, 1.0)]
+    asked: dict[str, Any] = {"num_inference_steps": 3, "guidance_scale": 1.0}
+    start = model.noise(128, 160)
+    want = model.reference(latents=start, image=three, **asked)
+    drawn = {**asked, "latents": start, "height": None, "width": None}
+    assert psnr(model.draw(image=three, **drawn).pixels, want) > 60
+    assert psnr(model.draw(image=[three[0], *three[:0:-1]], **drawn).pixels, want) < 50
+    assert psnr(model.draw(image=three, prompt=[*model.record.prompts[::-1]], **drawn).pixels, want) < 40
+
+
+def test_guided_by_a_negative_prompt(model: Model) -> None:
+    """Which sees the references, too."""
+    asked: dict[str, Any] = {"num_inference_steps": 3, "guidance_scale": 3.0, "image": TWO}
+    negatives = ["blurry", "a lighthouse"]
+    want = model.reference(negative_prompt=negatives, **asked)
+    drawn = {**asked, **model.small}
+    assert psnr(model.draw(negative_prompt=negatives, **drawn).pixels, want) > 60
+    assert psnr(model.draw(**drawn).pixels, want) < 50
+    assert psnr(model.draw(negative_prompt=negatives, **drawn | {"guidance_method": "cfg"}).pixels, want) < 50
+
+
+def test_references_at_the_time_of_the_image(model: Model, tmp_path: Path) -> None:
+    """As in 2509, whose config does not say that they are at time 0."""
+    folder = shutil.copytree(model.folder, tmp_path / "model")
+    path = folder / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"zero_cond_t": False}))
+    asked: dict[str, Any] = {"num_inference_steps": 3, "guidance_scale": 1.0, "image": ONE}
+    want = model.reference(pipe=model.record.open(folder), **asked)
+    assert psnr(model.draw(load(folder), **asked, **model.small).pixels, want) > 60
+    assert psnr(model.draw(**asked, **model.small).pixels, want) < 50
+
+
+def test_edited_images_are_the_same_alone_and_in_a_batch(model: Model) -> None:
+    """Also beside a prompt of another length; what is made ahead is used."""
+    model.ours.compile(*model.record.size, 2, references=[(image.height, image.width) for image in TWO], progress=False)
+    asked: dict[str, Any] = {"image": TWO, "num_inference_steps": 2, "options": QUIET, **model.small}
+    prompts = ["a fox", "a hen on a hill"]
+    both = model.ours(prompts, seed=[1, 2], **asked)
+    assert both.compilations == 0
+    for prompt, seed, got in zip(prompts, (1, 2), both.pixels, strict=True):
+        assert psnr(model.ours(prompt, seed=seed, **asked).pixels[0], got) > 100
+
+
+def test_what_sees_references(model: Model) -> None:
+    """Conditions were made without them."""
+    encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer
+    views = [encoder.view(image, None) for image in TWO]
+    read = encoder.read(words, ["a fox"], 128, [views])
+    slots = sum((view.height // 28) * (view.width // 28) for view in views)
+    assert encoder.count(words, "a fox", views) + slots == read["length"][0]
+    asked: dict[str, Any] = {"num_inference_steps": 1, "options": QUIET, **model.small}
+    model.ours(model.ours.encode(PROMPTS), **asked)
+    with pytest.raises(canvax.InputError) as caught:
+        model.ours(model.ours.encode(PROMPTS), image=TWO, **asked)
+    assert caught.value.argument == "image"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files("qwen-edit", tmp_path_factory.mktemp("files"))
+
+
+def test_files_of_edit(files: Files, tmp_path: Path) -> None:
+    """The name or an array of a file says which model it is; a text encoder without a tower does not see."""
+    assert files.load().model.networks == files.wanted.model.networks
+    mark = {"__index_timestep_zero__": np.zeros(0, np.float32)}
+    for name, more, edits, zero in (
+        ("qwen_image_edit_2509_bf16", {}, True, False), ("another", mark, True, True), ("another", {}, False, False),
+    ):  # fmt: skip
+        path = write(tmp_path / f"{name}.safetensors", files.arrays() | more)
+        networks = files.load(path).model.networks
+        assert (networks.denoiser.facts.edits, networks.config.zero_cond_t) == (edits, zero), name
+    pipe = files.load(text_encoder=blind(files, tmp_path))
+    assert not pipe.model.networks.denoiser.facts.edits
+    assert make_request(pipe.model, Call("a fox", image=picture())).references is None
+    assert pipe.tokenizer.ids("a fox") == files.wanted.tokenizer.ids("a fox")
+
+
+def blind(files: Files, folder: Path) -> Path:
+    seen = files.arrays("text_encoder").items()
+    return write(folder / "lm.safetensors", {name: array for name, array in seen if "visual" not in name})
+
+
+@pytest.mark.slow
+def test_edits_of_files(files: Files, model: Model, tmp_path: Path) -> None:
+    """They are those of the folder, also when saved; without a reference those of a text encoder without a tower."""
+    asked: dict[str, Any] = {"num_inference_steps": 1, "seed": 1, "options": QUIET, **model.small}
+    want, plain = (files.wanted("a fox", image=image, **asked).pixels for image in (ONE, None))
+    np.testing.assert_array_equal(files.load()("a fox", image=ONE, **asked).pixels, want)
+    files.load().save(tmp_path / "saved")
+    np.testing.assert_array_equal(load(tmp_path / "saved")("a fox", image=ONE, **asked).pixels, want)
+    np.testing.assert_array_equal(files.load(text_encoder=blind(files, tmp_path))("a fox", **asked).pixels, plain)
 
 
 def test_a_narrow_image_is_refused() -> None:
