@@ -347,8 +347,26 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     return folder
 
 
+QWEN_1_SIZES: dict[str, Any] = {
+    "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
+    "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6),
+}  # fmt: skip
+
+
+def qwen_1_network(**changes: Any) -> Any:
+    """The transformer of a checkpoint, whose attention is far from even and in which text matters."""
+    module: Any = randomise(diffusers.QwenImageTransformer2DModel(**QWEN_1_SIZES | changes), 3)
+    with torch.no_grad():
+        module.txt_in.weight.mul_(3)
+        module.proj_out.weight.mul_(2)
+        for name, weight in module.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
+                weight.mul_(4)
+    return module
+
+
 def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
-    """Likewise, of Qwen-Image 1, whose attention is far from even and in which text matters."""
+    """Likewise, of Qwen-Image 1."""
     words = tokenizer()
     pieces = re.findall(r"<\|\w+\|>| ?\w+|\n|[,:]", TEMPLATE.partition("{}")[0])
     assert len(pieces) == DROPPED  # as of the released tokenizer
@@ -364,19 +382,9 @@ def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
     text = randomise(kind(transformers.Qwen2_5_VLConfig(text_config=lm, vision_config=eyes)), 1)
     sizes: dict[str, Any] = (
         {"in_channels": 64, "out_channels": 16, "attention_head_dim": 32, "axes_dims_rope": (4, 14, 14)}
-        if released else {"in_channels": 16, "out_channels": 4, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+        if released else {}
     )  # fmt: skip
-    transformer: Any = randomise(
-        diffusers.QwenImageTransformer2DModel(
-            num_layers=2, num_attention_heads=3, joint_attention_dim=width, **sizes
-        ), 3,
-    )  # fmt: skip
-    with torch.no_grad():
-        transformer.txt_in.weight.mul_(3)
-        transformer.proj_out.weight.mul_(2)
-        for name, weight in transformer.named_parameters():
-            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
-                weight.mul_(4)
+    transformer = qwen_1_network(joint_attention_dim=width, **sizes)
     vae = diffusers.AutoencoderKLQwenImage(
         base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True],
         **({} if released else WAN_SIZES),

@@ -48,6 +48,7 @@ from canvax.families.krea2 import NAMES as KREA2_NAMES
 from canvax.families.language import QWEN3_VL_4B
 from canvax.families.local_models import local_models
 from canvax.families.qwen_image import QWEN3_VL_8B, QWEN_IMAGE
+from canvax.families.qwen_image_1 import QWEN25_VL_7B, QWEN_IMAGE_1
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.anima import AdapterConfig, CosmosConfig
 from canvax.models.clip import clip_encoders
@@ -58,6 +59,7 @@ from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec
 from canvax.models.flux3 import Flux3Config, flux3_spec
 from canvax.models.krea2 import Krea2Config, krea2_spec
 from canvax.models.qwen_image import QwenImageConfig, qwen_image_spec
+from canvax.models.qwen_image_1 import QwenImage1Config
 from canvax.models.qwen_vae import QwenVaeConfig, qwen_vae_spec
 from canvax.models.qwen_vision import VisionConfig, vision_tower_spec
 from canvax.models.t5 import T5Config, t5_spec
@@ -285,7 +287,9 @@ def test_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     for name, found in changed.items():
         with pytest.raises(canvax.CheckpointError):
             files.load(write(tmp_path / f"{name}.safetensors", found))
-    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2", "qwen-1": "conv2"}.get(files.name, "decoder.conv_in")
+    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2", "qwen-1": "conv2"}.get(
+        files.name, "decoder.conv_in"
+    )
     vae = {name: array for name, array in files.arrays("vae").items() if lacks not in name}
     with pytest.raises(canvax.CheckpointError):
         files.load(vae=write(tmp_path / "vae.safetensors", vae))
@@ -788,6 +792,27 @@ def test_sizes_of_anima() -> None:
     assert counts == {
         "transformer": 1_956_405_248, "text_conditioner": 134_663_680, "text_encoder": 596_049_920, "vae": 44_599_603,
     }  # fmt: skip
+
+
+def test_sizes_of_qwen_image_1() -> None:
+    """Names and shapes of all arrays, the published counts, and the configs that are read off shapes."""
+    networks, single = PRESETS["qwen-image"], QWEN_IMAGE_1.single_file
+    state, specs = on_no_device("QwenImageTransformer2DModel"), networks.specs()
+    assert (under(Names(QWEN_IMAGE_1.stacks), shapes_of(specs["transformer"])), len(state)) == (state, 1933)
+    assert QwenImage1Config.from_dict(config_of(QWEN_IMAGE_1, specs["transformer"])) == QwenImage1Config()
+    assert single is not None
+    text, config = single.configs["text_encoder"], transformers.Qwen2_5_VLConfig(
+        text_config={"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}
+    )  # fmt: skip
+    with torch.device("meta"):
+        theirs = transformers.Qwen2_5_VLForConditionalGeneration(config).model.language_model.state_dict()
+    shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in theirs.items()}
+    assert shapes_of(specs["text_encoder"]) == shapes
+    found = language_model_config(shapes)
+    assert DecoderConfig.from_dict({"text_config": {**text["text_config"], **found}}) == QWEN25_VL_7B
+    counts = {name: count(spec) for name, spec in specs.items()}
+    assert counts == {"transformer": 20_430_401_088, "text_encoder": 7_070_619_136, "vae": 44_599_603}
 
 
 def test_sizes_of_qwen_image() -> None:

@@ -938,6 +938,44 @@ def test_padding_of_chroma(model: Model) -> None:
     assert_near(alone.pixels[0], both.pixels[0], of="the image beside a longer prompt")
 
 
+# What Qwen-Image 1 has: a schedule with an end of its own, and its LoRAs for few steps.
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@over("qwen-1")
+def test_image_to_image_of_qwen_image_1(model: Model, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's pipelines, the second of which puts the noisy image back after each step."""
+    kind = "QwenImageInpaintPipeline" if masked else "QwenImageImg2ImgPipeline"
+    pipe, noise = getattr(diffusers, kind)(**model.theirs.components), model.noise()
+    pipe.set_progress_bar_config(disable=True)
+    given_noise(monkeypatch, pipe, np.moveaxis(noise, -1, 1)[..., None])  # with an axis of time
+    asked = {"image": picture(), "strength": 0.5, "num_inference_steps": 6, "negative_prompt": ["blurry"] * 2}
+    more: dict[str, Any] = {"mask_image": half_mask(48)} if masked else {}
+    prompts, size = [*model.record.prompts], {"height": HEIGHT, "width": WIDTH}
+    want = pipe(prompts, true_cfg_scale=2.0, output_type="np", **asked, **more, **size).images
+    more = {"mask": half_mask(48), "options": canvax.Options(progress=False, mask_blend="renoised")} if masked else {}
+    got = model.draw(guidance_scale=2.0, **asked, **more)
+    assert_near(np.asarray(model.ours.decode(jnp.asarray(got.latents))), want)
+    assert_other(model.draw(guidance_scale=2.0, **asked | {"strength": 0.9}, **more).pixels, want)
+
+
+@over("qwen-1")
+def test_lora_for_few_steps(model: Model, tmp_path: Path) -> None:
+    """LightX2V's, whose schedule is suggested: the same shift for all sizes, to the end."""
+    path, arrays, theirs = tmp_path / "Qwen-Image-Lightning-4steps-V1.0-bf16.safetensors", Arrays(), model.opened()
+    for layer, (up, down) in model.record.factors().items():
+        arrays |= {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down, f"{layer}.alpha": np.float32(1)}
+        with torch.no_grad():
+            theirs.transformer.get_submodule(layer).weight.add_(torch.from_numpy(up @ down / 2))
+    pipe = model.loaded()
+    suggested = pipe.adapters.load("fast", write(path, arrays)).suggested
+    config = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
+    theirs.scheduler = type(theirs.scheduler).from_config(theirs.scheduler.config, **config)
+    want = model.reference(pipe=theirs, num_inference_steps=4)
+    assert_near(model.draw(pipe, **suggested).pixels, want)
+    assert_other(model.draw(pipe, **suggested | {"sampler_settings": ()}).pixels, want)
+
+
 # What Krea 2 alone has.
 
 
