@@ -206,7 +206,7 @@ def test_the_shift_belongs_to_the_model(model: Model) -> None:
             np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
 
 
-@over("z-image", "flux2-base", "krea2", "qwen", "qwen-1", "flux-dev", "chroma", "anima")
+@over("z-image", "flux2-base", "krea2", "qwen", "qwen-1", "qwen-edit", "flux-dev", "chroma", "anima")
 def test_nothing_compiles_twice(model: Model) -> None:
     """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
     usual = {"guidance_scale": 2.0, "options": None, "progress": False, **model.small}
@@ -386,10 +386,10 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
     ], {}, marks=SLOW),
-    pytest.param("qwen", 2, [
+    *(pytest.param(name, 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 6, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 5, "image": picture(48, 80, 2.0)},
-    ], {}, marks=SLOW),
+    ], {}, marks=SLOW) for name in ("qwen", "qwen-edit")),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
     ], {}),

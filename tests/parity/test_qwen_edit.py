@@ -5,6 +5,7 @@ sees, and whole edits.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,17 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import canvax
 from canvax.call import Call
+from canvax.families.known import PRESETS
+from canvax.families.qwen_image_1 import QWEN_IMAGE_1
 from canvax.models.decoder_lm import DecoderConfig
 from canvax.models.qwen25_vision import PICTURE, WindowedConfig, windowed_tower, windowed_tower_spec
 from canvax.models.qwen_vision import PAD, SeeingLanguageModel, _patches
 from canvax.pipelines.request import make_request
+from canvax.weights.language_model import vision_config
 
 from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, load, picture, write
 from .reference import psnr, randomise, relative_error
-from .transformers_reference import TOLERANCE, params_of, stored, to_torch
+from .transformers_reference import TOLERANCE, params_of, same_names_and_shapes, stored, to_torch
 
 modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 TOWER: dict[str, Any] = {
@@ -38,13 +42,18 @@ TOWER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_vision_tower() -> None:
+FULL = {"depth": 2, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+        "window_size": 112, "fullatt_block_indexes": [1]}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [TOWER, pytest.param(FULL, marks=pytest.mark.weekly)], ids=["small", "full size"])
+def test_vision_tower(fields: dict[str, Any]) -> None:
     """Of two images of other sizes, as if each were alone; windows are cut at their edges."""
-    config = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**TOWER)
+    config = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**fields)
     theirs = modeling.Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation="eager")
-    cfg = WindowedConfig.from_dict({"vision_config": TOWER})
+    cfg = WindowedConfig.from_dict({"vision_config": fields})
     params = params_of(stored(randomise(theirs)), windowed_tower_spec(cfg))
-    grids, room = np.array([[6, 10], [8, 6]], np.int32), 64
+    grids, room = np.array([[6, 20], [18, 6]], np.int32), 128
     patches = np.random.default_rng(0).integers(0, 256, (2, room, 588)).astype(np.uint8)
     mean, deviation = (np.float32(values)[:, None, None] for values in statistics())
     inputs = jnp.asarray(patches)[:, None], jnp.asarray(grids)[:, None]
@@ -54,9 +63,41 @@ def test_vision_tower() -> None:
         with torch.no_grad():
             seen = theirs(to_torch(np.repeat(pixels, 2, 2)).flatten(1), grid_thw=torch.tensor([[1, rows, columns]]))
         assert relative_error(got[i, 0, : rows * columns // 4], seen.pooler_output.numpy()) < TOLERANCE
-    for layers in ([0, 1, 2], []):
-        changed = WindowedConfig.from_dict({"vision_config": TOWER | {"fullatt_block_indexes": layers}})
-        assert relative_error(windowed_tower(params, *inputs, changed)[0, 0, :15], got[0, 0, :15]) > 0.01
+    for layers in ([*range(cfg.depth)], []):
+        changed = WindowedConfig.from_dict({"vision_config": fields | {"fullatt_block_indexes": layers}})
+        assert relative_error(windowed_tower(params, *inputs, changed)[0, 0, :30], got[0, 0, :30]) > 0.01
+
+
+def test_sizes() -> None:
+    """Names and shapes of all arrays of the tower, its published count, and the config that is read off shapes."""
+    spec, single = WindowedConfig().spec, QWEN_IMAGE_1.single_file
+    with torch.device("meta"):
+        fields = {"hidden_size": 1280, "out_hidden_size": 3584}
+        config = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**fields)
+        state = stored(modeling.Qwen2_5_VisionTransformerPretrainedModel._from_config(config))
+    declared = same_names_and_shapes(state, spec)
+    assert sum(math.prod(param.shape) for param in declared.values()) == 676_550_144
+    found = vision_config({f"visual.{name}": array.shape for name, array in state.items()})
+    assert single is not None
+    assert WindowedConfig.from_dict({"vision_config": single.configs["text_encoder"]["vision_config"] | found}) == (
+        WindowedConfig()
+    )
+    assert PRESETS["qwen-image-edit-2511"].text.specs["text_encoder"]["visual"] == spec
+
+
+@pytest.mark.parametrize("changes", [
+    {"hidden_act": "gelu"}, {"spatial_merge_size": 3}, {"window_size": 100}, {"fullatt_block_indexes": [32]},
+    {"num_heads": 7},
+])  # fmt: skip
+def test_towers_that_are_not_supported(changes: dict[str, Any]) -> None:
+    with pytest.raises(canvax.CheckpointError):
+        WindowedConfig.from_dict({"vision_config": changes})
+
+
+def test_positions_that_do_not_fit() -> None:
+    lm = DecoderConfig(model_type="qwen2_5_vl_text", hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
+    with pytest.raises(canvax.CheckpointError):
+        SeeingLanguageModel(lm, 3, eyes=WindowedConfig())
 
 
 def statistics() -> tuple[list[float], list[float]]:
