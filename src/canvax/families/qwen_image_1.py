@@ -92,7 +92,6 @@ def _config(shapes: Shapes) -> dict[str, Any]:
 QWEN_IMAGE_1 = Family(
     name="qwen-image-1",
     title="Qwen-Image 1",
-    models="Qwen-Image, Qwen-Image-2512",
     pipelines=("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"),
     read=read,
     tokenizer=partial(read_chat_tokenizer, template=TEMPLATE, empty=" "),
