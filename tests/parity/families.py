@@ -1042,11 +1042,11 @@ def qwen_1_factors() -> Factors:
 
 def _qwen_1_record(**more: Any) -> Record:
     usual: dict[str, Any] = {
-        "build": build_qwen_1, "open": _by_class("QwenImagePipeline"), "ask": _qwen_1,
+        "build": build_qwen_1, "open": _by_class("QwenImagePipeline"), "ask": _qwen_1, "steps": (50, 4.0),
         "files": ("qwen_image_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
     }  # fmt: skip
     return Record(
-        title="Qwen-Image 1", factor=8, channels=4, latents=packed, steps=(50, 4.0), factors=qwen_1_factors,
+        title="Qwen-Image 1", factor=8, channels=4, latents=packed, factors=qwen_1_factors,
         authors=lambda factors: factors, original=lambda found: found, negatives=("blurry", " "),
         vae=lambda found: by_rules(found, Names(wan_vae_rules(WAN_PLACES))),
         layer="transformer_blocks.1.img_mlp.net.0.proj.weight", **usual | more,
@@ -1203,7 +1203,7 @@ RECORDS = {
     "qwen": _qwen(steps=(40, 1.0)),
     "qwen-1": _qwen_1_record(),
     "qwen-edit": _qwen_1_record(
-        build=build_qwen_edit, open=_open_qwen_edit, ask=_qwen_edit,
+        build=build_qwen_edit, open=_open_qwen_edit, ask=_qwen_edit, steps=(40, 4.0),
         files=("qwen_image_edit_2511_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
     ),
     "qwen-turbo": _qwen(steps=(4, 1.0), how={"sample_sigmas": TURBO_TIMES}, distilled=True),

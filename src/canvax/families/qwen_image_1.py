@@ -6,6 +6,7 @@ Edit 2509 and 2511 see a small copy of each reference with the tower of Qwen2.5-
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from canvax.models.qwen_image_1 import PATCH, QwenImage1Config, QwenImage1Denois
 from canvax.models.qwen_vision import SeeingLanguageModel
 from canvax.models.text import FIRST, TextEncoder, TextEncoders
 from canvax.models.wan_vae import WanAutoencoder, WanVaeConfig
+from canvax.samplers import NoiseSchedule
 from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import numbered
@@ -47,6 +49,8 @@ EDIT_TEMPLATE = SYSTEM + "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\
 dropped."""
 
 EDIT_DROPPED = 64
+
+DEFAULTS = Defaults(num_inference_steps=50, guidance_scale=4.0)
 
 LENGTHS = (128, 256, 512, 1152)
 """Text lengths that programs are compiled for."""
@@ -113,6 +117,11 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     return read_chat_tokenizer(files, encoder, EDIT_TEMPLATE if _is_edit(files) else TEMPLATE, empty=" ")
 
 
+def _defaults(networks: Networks, schedule: NoiseSchedule | None) -> Defaults:
+    del schedule
+    return replace(DEFAULTS, num_inference_steps=40) if networks.denoiser.facts.edits else DEFAULTS
+
+
 def _config(shapes: Shapes) -> dict[str, Any]:
     width, features = shapes["img_in.weight"]
     head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
@@ -142,12 +151,12 @@ def _index(config: Mapping[str, Any], stem: str) -> dict[str, Any]:
 QWEN_IMAGE_1 = Family(
     name="qwen-image-1",
     title="Qwen-Image 1",
-    models="Qwen-Image, Qwen-Image-2512, Qwen-Image-Edit-2509 and 2511",
     pipelines=("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", EDIT),
     read=read,
     tokenizer=_tokenizer,
     classes=CLASSES,
-    defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
+    defaults=DEFAULTS,
+    defaults_by_networks=_defaults,
     guidance="cfg_norm",
     even_times=True,
     names=NAMES,

@@ -90,7 +90,7 @@ def qwen_image_1_spec(cfg: QwenImage1Config) -> Spec:
     def dense(inputs: int, outputs: int) -> Spec:
         return whole(linear_spec(inputs, outputs))
 
-    modulation = {"linear": linear_spec(width, 6 * width)}
+    modulation = {"linear": linear_spec(width, 6 * width, ("mlp", "embed"))}  # a third of all parameters
     block = double_block_spec(width, cfg.num_attention_heads, 4 * width, bias=True)
     block |= {"norm1": modulation, "norm1_context": modulation}
     return {
