@@ -97,8 +97,8 @@ class ReferenceGrids(NamedTuple):
 
     Attributes:
         height: of each reference [B, N]; 0 for none.
-        width: likewise.
-        owner: whether a token is of a reference, bool [B, R, N].
+        width: as ``height``.
+        owner: True where a token belongs to a reference, bool [B, R, N].
     """
 
     height: Array
