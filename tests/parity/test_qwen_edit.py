@@ -31,7 +31,7 @@ from canvax.models.qwen_vision import PAD, SeeingLanguageModel, _patches
 from canvax.pipelines.request import make_request
 from canvax.weights.language_model import vision_config
 
-from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, load, picture, write
+from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, half_mask, load, picture, write
 from .reference import psnr, randomise, relative_error
 from .transformers_reference import TOLERANCE, params_of, same_names_and_shapes, stored, to_torch
 
@@ -250,6 +250,22 @@ def test_what_sees_references(model: Model) -> None:
     with pytest.raises(canvax.InputError) as caught:
         model.ours(model.ours.encode(PROMPTS), image=TWO, **asked)
     assert caught.value.argument == "image"
+
+
+def test_inside_a_mask(model: Model) -> None:
+    """The image is a reference, too, also at a size that is scaled to be one."""
+    asked: dict[str, Any] = {"mask": half_mask(48), "seed": 1, "num_inference_steps": 2, "options": QUIET}
+    asked |= {"guidance_scale": 1.0}
+    drawn = model.ours("a fox", image=picture(), **asked).pixels[0]
+    want = np.asarray(picture(), np.float32) / 255
+    np.testing.assert_allclose(drawn[:, :48], want[:, :48], atol=1e-6)
+    request = make_request(model.ours.model, Call("a fox", image=picture(), mask=asked["mask"]))
+    assert request.references is not None
+    (reference,), (view,) = request.references.images[0], request.references.of(0)
+    assert (reference.size, view.size) == ((160, 96), (280, 168))
+    seen = make_request(model.ours.model, Call("a fox", image=picture())).references
+    assert seen is not None
+    np.testing.assert_array_equal(np.asarray(seen.of(0)[0]), np.asarray(view))
 
 
 @pytest.fixture(scope="module")
