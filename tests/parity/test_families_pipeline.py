@@ -957,6 +957,13 @@ def test_image_to_image_of_qwen_image_1(model: Model, masked: bool, monkeypatch:
 
 
 @over("qwen-1")
+def test_made_ahead_with_its_guidance(model: Model) -> None:
+    pipe = model.loaded()
+    pipe.compile(HEIGHT, WIDTH, 2, progress=False)
+    assert model.draw(pipe, guidance_scale=2.0).compilations == 0
+
+
+@over("qwen-1")
 def test_lora_for_few_steps(model: Model, tmp_path: Path) -> None:
     """LightX2V's, whose schedule is suggested: the same shift for all sizes, to the end."""
     path, arrays, theirs = tmp_path / "Qwen-Image-Lightning-4steps-V1.0-bf16.safetensors", Arrays(), model.opened()
