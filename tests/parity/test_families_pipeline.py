@@ -960,8 +960,15 @@ def test_image_to_image_of_qwen_image_1(model: Model, masked: bool, monkeypatch:
 
 
 @over("qwen-1")
-def test_lora_for_few_steps(model: Model, tmp_path: Path) -> None:
-    """LightX2V's, whose schedule is suggested: the same shift for all sizes, to the end."""
+def test_made_ahead_with_its_guidance(model: Model) -> None:
+    pipe = model.loaded()
+    pipe.compile(HEIGHT, WIDTH, 2, progress=False)
+    assert model.draw(pipe, guidance_scale=2.0).compilations == 0
+
+
+@over("qwen-1")
+def test_lora_for_few_steps(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LightX2V's, whose schedule is suggested: the same shift for all sizes, to the end. ``info`` has the flags."""
     path, arrays, theirs = tmp_path / "Qwen-Image-Lightning-4steps-V1.0-bf16.safetensors", Arrays(), model.opened()
     for layer, (up, down) in model.record.factors().items():
         arrays |= {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down, f"{layer}.alpha": np.float32(1)}
@@ -969,6 +976,10 @@ def test_lora_for_few_steps(model: Model, tmp_path: Path) -> None:
             theirs.transformer.get_submodule(layer).weight.add_(torch.from_numpy(up @ down / 2))
     pipe = model.loaded()
     suggested = pipe.adapters.load("fast", write(path, arrays)).suggested
+    assert main(["info", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "--set shift=3 --set shift_terminal=0 --steps 4" in shown
+    assert "for           Qwen-Image 1" in shown
     config = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
     theirs.scheduler = type(theirs.scheduler).from_config(theirs.scheduler.config, **config)
     want = model.reference(pipe=theirs, num_inference_steps=4)
