@@ -293,7 +293,7 @@ def unguided(model: Model) -> dict[str, Any]:
     """One evaluation a step; with a reference where there are layers for one."""
     asked: dict[str, Any] = {"num_inference_steps": 2}
     asked |= {"guidance_scale": 1.0 if model.name == "anima" else 0.0} if model.record.factor == 8 else {}
-    return asked | ({"image": ONE} if model.name in ("flux3", "qwen") else {})
+    return asked | ({"image": ONE} if model.name in ("flux3", "qwen", "qwen-edit") else {})
 
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
@@ -339,12 +339,13 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
     ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}), ("anima", {"data": 2, "model": 2}),
-    ("qwen-1", {"data": 2, "model": 2}),
+    ("qwen-1", {"data": 2, "model": 2}), ("qwen-edit", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
     pipe = model.loaded(mesh=make_mesh(jax.devices()[: int(np.prod([*axes.values()]))], **axes))
-    edits = {"flux2": SMALL, "qwen": {"guidance_scale": 2.0, **model.small}}
+    guided = {"guidance_scale": 2.0, **model.small}
+    edits = {"flux2": SMALL, "qwen": guided, "qwen-edit": guided}
     asked = {"image": ONE, **edits[model.name]} if model.name in edits else {"guidance_scale": 2.0}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, of="one device")
 
@@ -352,6 +353,7 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
     ("flux-dev", "float32", 40), ("anima", "float32", 40), ("qwen-1", "float32", 40),
+    ("qwen-edit", "bfloat16", 30),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
