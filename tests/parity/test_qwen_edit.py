@@ -31,7 +31,7 @@ from canvax.models.qwen_vision import PAD, SeeingLanguageModel, _patches
 from canvax.pipelines.request import make_request
 from canvax.weights.language_model import vision_config
 
-from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, half_mask, load, picture, write
+from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, arrays_of, half_mask, load, picture, write
 from .reference import psnr, randomise, relative_error
 from .transformers_reference import TOLERANCE, params_of, same_names_and_shapes, stored, to_torch
 
@@ -301,6 +301,7 @@ def test_edits_of_files(files: Files, model: Model, tmp_path: Path) -> None:
     want, plain = (files.wanted("a fox", image=image, **asked).pixels for image in (ONE, None))
     np.testing.assert_array_equal(files.load()("a fox", image=ONE, **asked).pixels, want)
     files.load().save(tmp_path / "saved")
+    assert arrays_of(tmp_path / "saved", "text_encoder").keys() == arrays_of(files.folder, "text_encoder").keys()
     np.testing.assert_array_equal(load(tmp_path / "saved")("a fox", image=ONE, **asked).pixels, want)
     np.testing.assert_array_equal(files.load(text_encoder=blind(files, tmp_path))("a fox", **asked).pixels, plain)
 
