@@ -569,6 +569,10 @@ def test_info_of_adapters(loras: Path, tmp_path: Path, capsys: pytest.CaptureFix
                                          "guidance_scale": 5.0}),
         ("tcd-sdxl", {"sampler": "TCD", "eta": 0.3, "num_inference_steps": 4, "guidance_scale": 1.0}),
         ("ink_lightning", {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": 4, "guidance_scale": 1.0}),
+        ("Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16", {"sampler_settings": ["shift=3", "shift_terminal=0"],
+                                                             "num_inference_steps": 4, "guidance_scale": 1.0}),
+        ("Qwen-Image-Lightning-8steps-V2.0", {"sampler_settings": ["shift=3", "shift_terminal=0"],
+                                              "num_inference_steps": 8, "guidance_scale": 1.0}),
         ("ink", {}),
     ],
 )  # fmt: skip

@@ -88,9 +88,10 @@ def test_every_leaf_is_read(cfg: Any) -> None:
     assert leaves_read(spec, checked, *arrays) == {leaf for leaf, _ in flatten(spec)}
 
 
-def test_every_leaf_of_a_model_that_sees_is_read() -> None:
+@pytest.mark.parametrize("preset", ["qwen-image-2.1", "qwen-image-edit-2511"])
+def test_every_leaf_of_a_model_that_sees_is_read(preset: str) -> None:
     """Likewise, for a reference as large as they are, whose features replace the embedding of its tokens."""
-    encoder = replace(PRESETS["qwen-image-2.1"].text.encoders[0].seeing([(1024, 1024)]), tap=4)
+    encoder = replace(PRESETS[preset].text.encoders[0].seeing([(1024, 1024)]), tap=4)
     names, shapes = zip(*encoder.inputs(128).items(), strict=True)
     arrays = [jax.ShapeDtypeStruct((2, *shape.shape), shape.dtype) for shape in shapes]
 

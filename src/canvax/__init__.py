@@ -1,6 +1,7 @@
 """canvax: images from text in JAX.
 
-It runs Stable Diffusion, Z-Image, FLUX.1, Chroma, FLUX.2 klein, FLUX.3 klein, Krea 2, Qwen-Image-2.1 and Anima.
+It runs Stable Diffusion, Z-Image, FLUX.1, Chroma, FLUX.2 klein, FLUX.3 klein, Krea 2, Qwen-Image 1 and
+Qwen-Image-2.1, Anima.
 
     pipe = canvax.load("emoji")
     pipe("a red apple", seed=1).images[0].save("apple.png")

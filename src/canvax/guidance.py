@@ -166,6 +166,20 @@ class CFG:
 
 
 @dataclass(frozen=True)
+class CFGNorm:
+    """``guide``, with the length of each token's vector, or each latent's, that of the prompt's output."""
+
+    columns = NO_NUMBERS
+    samples = (NEGATIVE, PROMPT)
+
+    def denoised(self, seen: Evaluated) -> Array:
+        conditional, scale = seen.output(PROMPT), seen.column("guidance")
+        output = guide(seen.output(NEGATIVE), conditional, scale, jnp.zeros_like(scale), seen.further)
+        lengths = [jnp.linalg.norm(each, axis=-1, keepdims=True) for each in (conditional, output)]
+        return seen.denoised(output * (lengths[0] / jnp.maximum(lengths[1], 1e-12)))
+
+
+@dataclass(frozen=True)
 class CFGZero:
     """``zero_star``."""
 
@@ -312,7 +326,7 @@ class Perturbed:
 
 PLAIN = CFG()
 
-KINDS: Mapping[str, Guidance] = {"cfg": PLAIN, "cfg_zero": CFGZero(), "apg": APG()}
+KINDS: Mapping[str, Guidance] = {"cfg": PLAIN, "cfg_norm": CFGNorm(), "cfg_zero": CFGZero(), "apg": APG()}
 """The rules that have names."""
 
 _COLUMN = "guidance {}"

@@ -26,11 +26,13 @@ import torch
 import transformers
 from diffusers.models.transformers import transformer_cosmos
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import canvax
 from benchmarks.lab.layouts import CHAT_TEMPLATE
 from canvax.families.flux import T5
 from canvax.families.krea2 import NAMES as KREA2_NAMES
+from canvax.families.qwen_image_1 import EDIT_DROPPED, EDIT_TEMPLATE
 from canvax.models.dit import pack
 from canvax.models.krea2 import DROPPED, TEMPLATE
 from canvax.models.qwen_image import DROPPED as QWEN_DROPPED
@@ -233,11 +235,12 @@ def build_krea2(folder: Path, *, released: bool = False, **index: Any) -> Path:
             num_layerwise_text_blocks=1, num_refiner_text_blocks=2, axes_dims_rope=(4, 6, 6) if released else (8, 4, 4),
         ),
     )  # fmt: skip
-    sizes: dict[str, Any] = {"z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7],
-                             "latents_std": [2.0, 1.5, 0.7, 1.1]}  # fmt: skip
     vae = randomise(
         diffusers.AutoencoderKLQwenImage(
-            base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else sizes)
+            base_dim=8,
+            dim_mult=[1, 2, 4, 4],
+            temperal_downsample=[False, True, True],
+            **({} if released else WAN_SIZES),
         ),
         2,
     )
@@ -251,6 +254,9 @@ def build_krea2(folder: Path, *, released: bool = False, **index: Any) -> Path:
     return folder
 
 
+WAN_SIZES: dict[str, Any] = {
+    "z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7], "latents_std": [2.0, 1.5, 0.7, 1.1],
+}  # fmt: skip
 QWEN_SIZES: dict[str, Any] = {
     "in_channels": 16, "out_channels": 16, "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4,
     "context_in_dim": 32, "axes_dims_rope": (4, 6, 6),
@@ -341,6 +347,89 @@ def build_qwen(folder: Path, *, released: bool = False, **index: Any) -> Path:
     return folder
 
 
+QWEN_1_SIZES: dict[str, Any] = {
+    "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
+    "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6),
+}  # fmt: skip
+
+
+def qwen_1_network(**changes: Any) -> Any:
+    """The transformer of a checkpoint, whose attention is far from even and in which text matters."""
+    module: Any = randomise(diffusers.QwenImageTransformer2DModel(**QWEN_1_SIZES | changes), 3)
+    with torch.no_grad():
+        module.txt_in.weight.mul_(3)
+        module.proj_out.weight.mul_(2)
+        for name, weight in module.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
+                weight.mul_(4)
+    return module
+
+
+def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
+    """Likewise, of Qwen-Image 1."""
+    words = tokenizer()
+    pieces = re.findall(r"<\|\w+\|>| ?\w+|\n|[,:]", TEMPLATE.partition("{}")[0])
+    assert len(pieces) == DROPPED  # as of the released tokenizer
+    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
+    words.pad_token = "Z"
+    width, heads = (256, 2) if released else (32, 4)
+    lm = {"vocab_size": len(words) + 3, "hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 3,
+          "num_attention_heads": heads, "num_key_value_heads": heads // 2, "rms_norm_eps": 1e-6,
+          "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
+                              "mrope_section": [16, 24, 24] if released else [2, 1, 1]}}  # fmt: skip
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width}
+    kind = transformers.Qwen2_5_VLForConditionalGeneration
+    text = randomise(kind(transformers.Qwen2_5_VLConfig(text_config=lm, vision_config=eyes)), 1)
+    sizes: dict[str, Any] = (
+        {"in_channels": 64, "out_channels": 16, "attention_head_dim": 32, "axes_dims_rope": (4, 14, 14)}
+        if released else {}
+    )  # fmt: skip
+    transformer = qwen_1_network(joint_attention_dim=width, **sizes)
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True],
+        **({} if released else WAN_SIZES),
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, shift_terminal=0.02,
+        **{"base_image_seq_len": 256, "max_image_seq_len": 8192} if released else
+        {"base_image_seq_len": 10, "max_image_seq_len": 64},
+    )  # fmt: skip
+    diffusers.QwenImagePipeline(scheduler, randomise(vae, 2), text, words, transformer).save_pretrained(folder)
+    return folder
+
+
+def build_qwen_edit(folder: Path, *, released: bool = False) -> Path:
+    """Likewise, of Qwen-Image-Edit, without the processor of images."""
+    build_qwen_1(folder, released=released)
+    words = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    pieces = re.findall(r"<\|\w+\|>|'s|\),| ?\w+| ?\(|\n|[,.]", EDIT_TEMPLATE.partition("{}")[0])
+    assert len(pieces) == EDIT_DROPPED  # as of the released tokenizer
+    words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
+    marks = [f"<|{mark}|>" for mark in ("im_start", "im_end", "image_pad", "vision_start", "vision_end")]
+    words.add_special_tokens({"additional_special_tokens": marks})
+    config = transformers.Qwen2_5_VLConfig.from_pretrained(folder / "text_encoder")
+    config.text_config.vocab_size = len(words) + 3
+    config.image_token_id = words.convert_tokens_to_ids("<|image_pad|>")
+    eyes = {"depth": 32, "hidden_size": 64} if released else {
+        "depth": 3, "hidden_size": 32, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    for name, value in {**eyes, "intermediate_size": 48, "num_heads": eyes.get("num_heads", 16)}.items():
+        setattr(config.vision_config, name, value)
+    randomise(transformers.Qwen2_5_VLForConditionalGeneration(config), 1).save_pretrained(folder / "text_encoder")
+    for part in ("tokenizer", "processor"):
+        words.save_pretrained(folder / part)
+    transformer: Any = diffusers.QwenImageTransformer2DModel.from_pretrained(folder / "transformer")
+    with torch.no_grad():
+        for block in transformer.transformer_blocks:  # text must matter beside the rows of images
+            block.attn.add_v_proj.weight.mul_(4)
+    transformer.register_to_config(zero_cond_t=True)
+    transformer.save_pretrained(folder / "transformer")
+    path, index = folder / "model_index.json", {"_class_name": "QwenImageEditPlusPipeline"}
+    index |= {"processor": ["transformers", "Qwen2VLProcessor"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | index))
+    return folder
+
+
 FLUX_SIZES: dict[str, Any] = {
     "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3,
     "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
@@ -427,10 +516,8 @@ def build_anima(folder: Path, *, released: bool = False) -> Path:
                 weight.mul_(4)
             if name.endswith("attn2.to_out.0.weight"):
                 weight.mul_(3)
-    sizes: dict[str, Any] = {"z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7],
-                             "latents_std": [2.0, 1.5, 0.7, 1.1]}  # fmt: skip
     vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else sizes)
+        base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else WAN_SIZES)
     )
     pipe = modular.AnimaAutoBlocks().init_pipeline()
     pipe.update_components(
@@ -517,6 +604,61 @@ def _qwen_one_by_one(pipe: Any, prompts: Sequence[str], latents: Any, keywords: 
     for i, prompt in enumerate(prompts):
         more = {} if negatives is None else {"negative_prompt": negatives[i], "true_cfg_scale": scale}
         images.append(pipe(prompt, latents=latents[i : i + 1], **more, **keywords).images[0])
+    return np.stack(images)
+
+
+def _qwen_1(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """An empty negative prompt is a space in canvax, as its authors advise."""
+    keywords |= {"true_cfg_scale": keywords.pop("guidance_scale", 1.0)}
+    if keywords.get("negative_prompt") is not None:
+        keywords["negative_prompt"] = [text or " " for text in keywords["negative_prompt"]]
+    return _at_once(pipe, prompts, latents, keywords)
+
+
+class _EditProcessor(transformers.ProcessorMixin):
+    """What Qwen-Image-Edit's pipeline asks of the released processor, without the libraries for videos."""
+
+    def __init__(self, words: Any) -> None:
+        self.tokenizer = words
+
+    def __call__(self, text: list[str], images: Sequence[Image.Image], **keywords: Any) -> Any:
+        seen = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384})(
+            images, return_tensors="pt"
+        )
+        for slots in (seen["image_grid_thw"].prod(-1) // 4).tolist():
+            text = [words.replace("<|image_pad|>", "<|seen|>" * slots, 1) for words in text]
+        found = self.tokenizer([words.replace("<|seen|>", "<|image_pad|>") for words in text], **keywords)
+        found.update(seen)
+        return found
+
+
+def _open_qwen_edit(folder: Path) -> Any:
+    """The pipeline with positions of images: with transformers 5 diffusers forgets them (its issue 14194)."""
+    processor = _EditProcessor(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    pipe = diffusers.QwenImageEditPlusPipeline.from_pretrained(folder, processor=processor)
+    forward, token = pipe.text_encoder.forward, pipe.text_encoder.config.image_token_id
+
+    def placed(input_ids: Any, **keywords: Any) -> Any:
+        return forward(input_ids=input_ids, mm_token_type_ids=(input_ids == token).int(), **keywords)
+
+    pipe.text_encoder.forward = placed
+    return pipe
+
+
+EDIT_PIXELS = {"CONDITION_IMAGE_SIZE": 224 * 224, "VAE_IMAGE_SIZE": 128 * 128}
+"""Pixels of the references of tests, by their names in diffusers."""
+
+
+def _qwen_edit(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """One image at a time, of one reference if none is given: the reference takes one prompt and needs an image."""
+    scale, negatives, images = keywords.pop("guidance_scale", 4.0), keywords.pop("negative_prompt", None), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, pixels in EDIT_PIXELS.items():
+            patch.setattr(f"diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.{name}", pixels)
+        for i, prompt in enumerate(prompts):
+            given = {"image": ONE, **keywords, "negative_prompt": negatives[i] if negatives else " "}
+            given["true_cfg_scale"] = scale
+            images.append(pipe(prompt=prompt, latents=latents[i : i + 1], **given).images[0])
     return np.stack(images)
 
 
@@ -889,6 +1031,28 @@ def _qwen(**more: Any) -> Record:
     )  # fmt: skip
 
 
+def qwen_1_factors() -> Factors:
+    """Likewise."""
+    attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    sizes = {f"transformer_blocks.0.attn.{name}": (48, 48) for name in attention}
+    sizes |= {"transformer_blocks.1.img_mlp.net.0.proj": (192, 48), "transformer_blocks.0.txt_mlp.net.2": (48, 192)}
+    sizes |= {"transformer_blocks.1.img_mod.1": (288, 48), "transformer_blocks.0.txt_mod.1": (288, 48)}
+    return _factors(sizes | {"img_in": (48, 16), "proj_out": (16, 48)}, 0.2)
+
+
+def _qwen_1_record(**more: Any) -> Record:
+    usual: dict[str, Any] = {
+        "build": build_qwen_1, "open": _by_class("QwenImagePipeline"), "ask": _qwen_1, "steps": (50, 4.0),
+        "files": ("qwen_image_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
+    }  # fmt: skip
+    return Record(
+        title="Qwen-Image 1", factor=8, channels=4, latents=packed, factors=qwen_1_factors,
+        authors=lambda factors: factors, original=lambda found: found, negatives=("blurry", " "),
+        vae=lambda found: by_rules(found, Names(wan_vae_rules(WAN_PLACES))),
+        layer="transformer_blocks.1.img_mlp.net.0.proj.weight", **usual | more,
+    )  # fmt: skip
+
+
 def flux_original(found: Arrays) -> Arrays:
     """Likewise, of FLUX.1 and Chroma, by a table that is the test's."""
     if "norm_out.linear.weight" in found:
@@ -1037,6 +1201,11 @@ RECORDS = {
     "krea2": _krea2(steps=(28, 4.5)),
     "krea2-turbo": _krea2(steps=(8, 0.0), how={"is_distilled": True}, distilled=True),
     "qwen": _qwen(steps=(40, 1.0)),
+    "qwen-1": _qwen_1_record(),
+    "qwen-edit": _qwen_1_record(
+        build=build_qwen_edit, open=_open_qwen_edit, ask=_qwen_edit, steps=(40, 4.0),
+        files=("qwen_image_edit_2511_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
+    ),
     "qwen-turbo": _qwen(steps=(4, 1.0), how={"sample_sigmas": TURBO_TIMES}, distilled=True),
 }  # fmt: skip
 

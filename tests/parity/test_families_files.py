@@ -48,6 +48,7 @@ from canvax.families.krea2 import NAMES as KREA2_NAMES
 from canvax.families.language import QWEN3_VL_4B
 from canvax.families.local_models import local_models
 from canvax.families.qwen_image import QWEN3_VL_8B, QWEN_IMAGE
+from canvax.families.qwen_image_1 import QWEN25_VL_7B, QWEN_IMAGE_1
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.anima import AdapterConfig, CosmosConfig
 from canvax.models.clip import clip_encoders
@@ -58,6 +59,7 @@ from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec
 from canvax.models.flux3 import Flux3Config, flux3_spec
 from canvax.models.krea2 import Krea2Config, krea2_spec
 from canvax.models.qwen_image import QwenImageConfig, qwen_image_spec
+from canvax.models.qwen_image_1 import QwenImage1Config
 from canvax.models.qwen_vae import QwenVaeConfig, qwen_vae_spec
 from canvax.models.qwen_vision import VisionConfig, vision_tower_spec
 from canvax.models.t5 import T5Config, t5_spec
@@ -94,7 +96,7 @@ from .families import (
 
 PARTS = ("transformer", "text_encoder", "vae")
 FLAGS = {"model": "--model", "text_encoder": "--text-encoder", "vae": "--vae"}
-ALL = ["z-image", "flux2", "flux3", "krea2-turbo", "qwen", "flux-dev", "chroma", "anima"]
+ALL = ["z-image", "flux2", "flux3", "krea2-turbo", "qwen", "qwen-1", "flux-dev", "chroma", "anima"]
 SIZE = ["-W", "32", "-H", "32", "--dtype", "float32", "--mesh", "data=1"]
 
 
@@ -139,6 +141,7 @@ def test_single_files(files: Files) -> None:
     ("flux3", "mine", "repa_projectors.0.weight", 16, 6.93),
     ("krea2-turbo", "Krea2_RAW_bf16", "", 28, None),
     ("qwen", "mine", "", 40, None),
+    ("qwen-1", "mine", "", 50, None),
     ("anima", "mine", "pos_embedder.seq", 30, 3.0),
 ], indirect=["files"])  # fmt: skip
 def test_files_of_comfyui(files: Files, tmp_path: Path, stem: str, stray: str, steps: int, shift: float | None) -> None:
@@ -179,7 +182,8 @@ def test_diffusers_knows_the_names(files: Files) -> None:
         return
     if files.record.title in ("FLUX.1", "Chroma"):  # whose conversion is of the released sizes: test_sizes_of_flux
         return
-    kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3", "qwen": "QwenImage21"}
+    kinds = {"z-image": "ZImage", "flux2": "Flux2", "flux3": "Flux3", "qwen": "QwenImage21",
+             "qwen-1": "QwenImage"}  # fmt: skip
     kind = getattr(diffusers, f"{kinds[files.name]}Transformer2DModel")
     theirs = kind.from_single_file(str(files.files["model"]), config=str(files.folder / "transformer")).state_dict()
     for name, array in wanted.items():
@@ -224,7 +228,7 @@ def test_parts_that_are_folders(files: Files) -> None:
 
 @pytest.mark.parametrize(("files", "kind"), [
     ("z-image", "Q8_0"), ("flux2", "Q5_1"), ("flux3", "Q4_0"), ("krea2-turbo", "Q4_0"),
-    ("qwen", "Q8_0"), ("chroma", "Q8_0"), ("flux-dev", "Q5_0"), ("anima", "Q8_0"),
+    ("qwen", "Q8_0"), ("qwen-1", "Q8_0"), ("chroma", "Q8_0"), ("flux-dev", "Q5_0"), ("anima", "Q8_0"),
 ], indirect=["files"])  # fmt: skip
 def test_gguf(
     files: Files, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -283,7 +287,9 @@ def test_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     for name, found in changed.items():
         with pytest.raises(canvax.CheckpointError):
             files.load(write(tmp_path / f"{name}.safetensors", found))
-    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2"}.get(files.name, "decoder.conv_in")
+    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2", "qwen-1": "conv2"}.get(
+        files.name, "decoder.conv_in"
+    )
     vae = {name: array for name, array in files.arrays("vae").items() if lacks not in name}
     with pytest.raises(canvax.CheckpointError):
         files.load(vae=write(tmp_path / "vae.safetensors", vae))
@@ -796,6 +802,27 @@ def test_sizes_of_anima() -> None:
     assert counts == {
         "transformer": 1_956_405_248, "text_conditioner": 134_663_680, "text_encoder": 596_049_920, "vae": 44_599_603,
     }  # fmt: skip
+
+
+def test_sizes_of_qwen_image_1() -> None:
+    """Names and shapes of all arrays, the published counts, and the configs that are read off shapes."""
+    networks, single = PRESETS["qwen-image"], QWEN_IMAGE_1.single_file
+    state, specs = on_no_device("QwenImageTransformer2DModel"), networks.specs()
+    assert (under(Names(QWEN_IMAGE_1.stacks), shapes_of(specs["transformer"])), len(state)) == (state, 1933)
+    assert QwenImage1Config.from_dict(config_of(QWEN_IMAGE_1, specs["transformer"])) == QwenImage1Config()
+    assert single is not None
+    text, config = single.configs["text_encoder"], transformers.Qwen2_5_VLConfig(
+        text_config={"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}
+    )  # fmt: skip
+    with torch.device("meta"):
+        theirs = transformers.Qwen2_5_VLForConditionalGeneration(config).model.language_model.state_dict()
+    shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in theirs.items()}
+    assert shapes_of(specs["text_encoder"]) == shapes
+    found = language_model_config(shapes)
+    assert DecoderConfig.from_dict({"text_config": {**text["text_config"], **found}}) == QWEN25_VL_7B
+    counts = {name: count(spec) for name, spec in specs.items()}
+    assert counts == {"transformer": 20_430_401_088, "text_encoder": 7_070_619_136, "vae": 44_599_603}
 
 
 def test_sizes_of_qwen_image() -> None:

@@ -52,6 +52,7 @@ from canvax.weights.lora import read_adapter
 from tests.support.serving import held, until
 
 from .families import (
+    EDIT_PIXELS,
     HEIGHT,
     ONE,
     PROMPTS,
@@ -86,10 +87,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model that a test asks for by ``over``; else FLUX.2 klein."""
     made = models(getattr(request, "param", "flux2"))
-    if made.record.title in ("FLUX.1", "FLUX.2", "Qwen-Image"):  # less padding of references, which takes time
+    if made.record.title.startswith(("FLUX.1", "FLUX.2", "Qwen")):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
         monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((HEIGHT, WIDTH), (64, 48)))
-    monkeypatch.setattr("canvax.models.qwen_image.REFERENCE_PIXELS", 128 * 128)
+    for name in ("qwen_image", "qwen_image_1"):
+        monkeypatch.setattr(f"canvax.models.{name}.REFERENCE_PIXELS", 128 * 128)
+    monkeypatch.setattr("canvax.models.qwen25_vision.VIEWED_PIXELS", EDIT_PIXELS["CONDITION_IMAGE_SIZE"])
     return made
 
 
@@ -120,6 +123,8 @@ def assert_other(got: Any, want: Any, most: float = 40) -> None:
     ("qwen", None, 64, 96, 5, {}),
     ("qwen", 3.0, 128, 32, 4, {"guidance_scale": 1.0}),
     ("qwen-turbo", None, 64, 96, 4, {}),
+    ("qwen-1", 3.0, 48, 80, 5, {"guidance_method": "cfg"}),
+    ("qwen-1", 1.0, 64, 32, 4, {"guidance_scale": 2.0}),
     ("flux-schnell", None, 48, 80, 4, {}),
     ("flux-schnell", 2.0, 64, 32, 4, {"guidance_scale": 1.0}),
     ("flux-dev", 3.5, 48, 80, 5, {"guidance_scale": 1.0}),
@@ -159,8 +164,8 @@ def test_true_guidance(model: Model) -> None:
 FLUX1 = ("flux-schnell", "flux-dev", "flux-kontext", "flux-fill")
 
 
-@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-turbo", "chroma",
-      "anima", *FLUX1)  # fmt: skip
+@over("z-image", "flux2", "flux2-base", "flux3", "flux3-base", "krea2", "krea2-turbo", "qwen", "qwen-1", "qwen-turbo",
+      "chroma", "anima", *FLUX1)  # fmt: skip
 def test_defaults(model: Model) -> None:
     """A distilled model has no second evaluation, the other one is guided away from the empty prompt."""
     ours, distilled = model.ours.model, model.record.distilled
@@ -182,24 +187,26 @@ def shift_of(model: Model, tokens: int, steps: int) -> float:
         "z-image": lambda: 3.0, "flux2": lambda: np.exp(compute_empirical_mu(tokens, steps)), "flux3": lambda: 6.93,
         "krea2": lambda: np.exp(calculate_shift(tokens, 10, 64)), "krea2-turbo": lambda: np.exp(1.15),
         "qwen": lambda: np.exp(calculate_shift(tokens, 10, 64)), "flux-schnell": lambda: 1.0,
-        "anima": lambda: 3.0,
+        "anima": lambda: 3.0, "qwen-1": lambda: np.exp(calculate_shift(tokens, 10, 64, 0.5, 0.9)),
         "flux-dev": lambda: np.exp(calculate_shift(tokens, 10, 64)),
     }[model.name]()  # fmt: skip
 
 
-@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "flux-schnell", "flux-dev", "anima")
+@over("z-image", "flux2", "flux3", "krea2", "krea2-turbo", "qwen", "qwen-1", "flux-schnell", "flux-dev", "anima")
 def test_the_shift_belongs_to_the_model(model: Model) -> None:
     """Every sampler has it, and it follows the size where the reference's does."""
     for height, width in ((48, 80), (64, 32)):
         shift = shift_of(model, height * width // 256, 4)
         want = 1000 * shift / (shift + 1 / np.array([1, 0.75, 0.5, 0.25]) - 1)
+        if model.name == "qwen-1":  # the last time is stretched to 20
+            want = 1000 - (1000 - want) * 980 / (1000 - want[-1])
         for sampler in ("euler", "DPM++ 2M", "heun", "unipc", None):
             call = Call("a fox", height=height, width=width, num_inference_steps=4, sampler=sampler)
             table = sampler_table(model.ours.model, make_request(model.ours.model, call))
             np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1, err_msg=f"{sampler}")
 
 
-@over("z-image", "flux2-base", "krea2", "qwen", "flux-dev", "chroma", "anima")
+@over("z-image", "flux2-base", "krea2", "qwen", "qwen-1", "qwen-edit", "flux-dev", "chroma", "anima")
 def test_nothing_compiles_twice(model: Model) -> None:
     """Whatever a user changes is data: prompts of another length, and the references of a model that edits."""
     usual = {"guidance_scale": 2.0, "options": None, "progress": False, **model.small}
@@ -219,7 +226,7 @@ def test_nothing_compiles_twice(model: Model) -> None:
     assert caught.value.argument == "prompt"
 
 
-@over("krea2", "qwen", slow=["z-image", "flux2-base", "anima"])
+@over("krea2", "qwen", slow=["z-image", "flux2-base", "qwen-1", "anima"])
 def test_sizes_of_as_many_tokens_share_the_denoiser(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as 48 x 80, 80 x 48 and 16 x 240 pixels; each size has a decoder of its own."""
     pipe, made = model.loaded(), list[str]()
@@ -251,6 +258,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("flux3", REFUSED),
     ("krea2", REFUSED),
     ("qwen", REFUSED),
+    ("qwen-1", [*REFUSED, ("guidance_rescale", {"guidance_rescale": 0.5})]),
     ("chroma", REFUSED),
     ("anima", REFUSED),
     ("flux-dev", [
@@ -285,12 +293,12 @@ def unguided(model: Model) -> dict[str, Any]:
     """One evaluation a step; with a reference where there are layers for one."""
     asked: dict[str, Any] = {"num_inference_steps": 2}
     asked |= {"guidance_scale": 1.0 if model.name == "anima" else 0.0} if model.record.factor == 8 else {}
-    return asked | ({"image": ONE} if model.name in ("flux3", "qwen") else {})
+    return asked | ({"image": ONE} if model.name in ("flux3", "qwen", "qwen-edit") else {})
 
 
 @pytest.mark.parametrize(("model", "spelling", "beside"), [
     pytest.param(name, spelling, beside, marks=[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")))
-    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "flux-dev", "chroma", "anima")
+    for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "qwen-1", "flux-dev", "chroma", "anima")
     for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
     if (name, beside) != ("flux3", True)
 ], indirect=["model"])  # fmt: skip
@@ -331,18 +339,21 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
     ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}), ("anima", {"data": 2, "model": 2}),
+    ("qwen-1", {"data": 2, "model": 2}), ("qwen-edit", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
     pipe = model.loaded(mesh=make_mesh(jax.devices()[: int(np.prod([*axes.values()]))], **axes))
-    edits = {"flux2": SMALL, "qwen": {"guidance_scale": 2.0, **model.small}}
+    guided = {"guidance_scale": 2.0, **model.small}
+    edits = {"flux2": SMALL, "qwen": guided, "qwen-edit": guided}
     asked = {"image": ONE, **edits[model.name]} if model.name in edits else {"guidance_scale": 2.0}
     assert_near(model.draw(pipe, **asked).pixels, model.draw(**asked).pixels, of="one device")
 
 
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
-    ("flux-dev", "float32", 40), ("anima", "float32", 40),
+    ("flux-dev", "float32", 40), ("anima", "float32", 40), ("qwen-1", "float32", 40),
+    ("qwen-edit", "bfloat16", 30),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
@@ -364,6 +375,7 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("krea2", 2, [GUIDED, PLAIN], FROM_IMAGE, marks=WEEKLY),
     pytest.param("anima", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
     pytest.param("qwen", 2, [{**GUIDED, "guidance_scale": 1.0}, PLAIN], FROM_IMAGE, marks=SLOW),
+    pytest.param("qwen-1", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
     pytest.param("flux2", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
@@ -376,10 +388,10 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
     ], {}, marks=SLOW),
-    pytest.param("qwen", 2, [
+    *(pytest.param(name, 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 6, "image": picture(100, 64)},
-        {"prompt": PROMPTS[1], "seed": 6, "steps": 5, "image": picture(48, 80, 2.0)},
-    ], {}, marks=SLOW),
+        {"prompt": "a hen on a hill", "seed": 6, "steps": 5, "image": picture(48, 80, 2.0)},
+    ], {}, marks=SLOW) for name in ("qwen", "qwen-edit")),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
     ], {}),
@@ -568,7 +580,7 @@ def test_prompts_name_weights_of_the_transformer(model: Model, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("references", [ONE, TWO], ids=["one", "two"])
-@over("flux2", "flux3", "qwen")
+@over("flux2", "flux3", "qwen", "qwen-edit")
 def test_editing(model: Model, references: list[Any]) -> None:
     """References of sizes that are no multiples, of an image of another size."""
     asked: dict[str, Any] = {"num_inference_steps": 4, **model.small}
@@ -577,7 +589,7 @@ def test_editing(model: Model, references: list[Any]) -> None:
     assert_other(model.draw(**asked).pixels, want)
     if model.name != "flux3" and len(references) > 1:
         assert_other(model.draw(image=references[::-1], **asked).pixels, want, 50)
-    if model.name == "qwen":
+    if model.name in ("qwen", "qwen-edit"):
         assert_other(model.draw(image=references, prompt=[*model.record.prompts[::-1]], **asked).pixels, want)
 
 
@@ -926,6 +938,55 @@ def test_padding_of_chroma(model: Model) -> None:
     alone = model.draw(prompt="a fox", latents=model.noise()[:1], num_inference_steps=2)
     both = model.draw(num_inference_steps=2)
     assert_near(alone.pixels[0], both.pixels[0], of="the image beside a longer prompt")
+
+
+# What Qwen-Image 1 has: a schedule with an end of its own, and its LoRAs for few steps.
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@over("qwen-1")
+def test_image_to_image_of_qwen_image_1(model: Model, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's pipelines, the second of which puts the noisy image back after each step."""
+    kind = "QwenImageInpaintPipeline" if masked else "QwenImageImg2ImgPipeline"
+    pipe, noise = getattr(diffusers, kind)(**model.theirs.components), model.noise()
+    pipe.set_progress_bar_config(disable=True)
+    given_noise(monkeypatch, pipe, np.moveaxis(noise, -1, 1)[..., None])  # with an axis of time
+    asked = {"image": picture(), "strength": 0.5, "num_inference_steps": 6, "negative_prompt": ["blurry"] * 2}
+    more: dict[str, Any] = {"mask_image": half_mask(48)} if masked else {}
+    prompts, size = [*model.record.prompts], {"height": HEIGHT, "width": WIDTH}
+    want = pipe(prompts, true_cfg_scale=2.0, output_type="np", **asked, **more, **size).images
+    more = {"mask": half_mask(48), "options": canvax.Options(progress=False, mask_blend="renoised")} if masked else {}
+    got = model.draw(guidance_scale=2.0, **asked, **more)
+    assert_near(np.asarray(model.ours.decode(jnp.asarray(got.latents))), want)
+    assert_other(model.draw(guidance_scale=2.0, **asked | {"strength": 0.9}, **more).pixels, want)
+
+
+@over("qwen-1")
+def test_made_ahead_with_its_guidance(model: Model) -> None:
+    pipe = model.loaded()
+    pipe.compile(HEIGHT, WIDTH, 2, progress=False)
+    assert model.draw(pipe, guidance_scale=2.0).compilations == 0
+
+
+@over("qwen-1")
+def test_lora_for_few_steps(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LightX2V's, whose schedule is suggested: the same shift for all sizes, to the end. ``info`` has the flags."""
+    path, arrays, theirs = tmp_path / "Qwen-Image-Lightning-4steps-V1.0-bf16.safetensors", Arrays(), model.opened()
+    for layer, (up, down) in model.record.factors().items():
+        arrays |= {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down, f"{layer}.alpha": np.float32(1)}
+        with torch.no_grad():
+            theirs.transformer.get_submodule(layer).weight.add_(torch.from_numpy(up @ down / 2))
+    pipe = model.loaded()
+    suggested = pipe.adapters.load("fast", write(path, arrays)).suggested
+    assert main(["info", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "--set shift=3 --set shift_terminal=0 --steps 4" in shown
+    assert "for           Qwen-Image 1" in shown
+    config = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
+    theirs.scheduler = type(theirs.scheduler).from_config(theirs.scheduler.config, **config)
+    want = model.reference(pipe=theirs, num_inference_steps=4)
+    assert_near(model.draw(pipe, **suggested).pixels, want)
+    assert_other(model.draw(pipe, **suggested | {"sampler_settings": ()}).pixels, want)
 
 
 # What Krea 2 alone has.

@@ -31,7 +31,7 @@ from canvax.train.finetune import finetune
 from canvax.train.lora import Lora, train_lora
 from canvax.train.task import Subject, Training
 
-from .families import build_anima, build_flux2, build_flux3, build_krea2, build_z_image, packed
+from .families import build_anima, build_flux2, build_flux3, build_krea2, build_qwen_1, build_z_image, packed
 from .reference import nchw, psnr
 from .test_training import (
     BATCH,
@@ -182,7 +182,8 @@ def test_lora(
     (partial(build_flux3, distilled=False), "single_transformer_blocks.1.attn.to_q."),
     (partial(build_flux3, distilled=True), "single_transformer_blocks.1.attn.to_q."),
     (build_anima, "transformer_blocks.1.attn2.to_k."),
-], ids=["flux3-base", "flux3", "anima"])  # fmt: skip
+    (build_qwen_1, "transformer_blocks.1.attn.add_k_proj."),
+], ids=["flux3-base", "flux3", "anima", "qwen-1"])  # fmt: skip
 def test_lora_of_other_families(pictures: Path, tmp_path: Path, build: Any, layer: str) -> None:
     """Two steps change the image, and the file has names of diffusers; those of Anima's adapter are not in it."""
     build(tmp_path / "model")

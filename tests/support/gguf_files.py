@@ -48,7 +48,7 @@ def llama_cpp_names(names: Iterable[str]) -> dict[str, str]:
     else:
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 100)
         plain = {name: "model." + name.removeprefix("model.").removeprefix("language_model.") for name in names}
-    found = {name: table.get_name(whole, try_suffixes=(".weight",)) for name, whole in plain.items()}
+    found = {name: table.get_name(whole, try_suffixes=(".weight", ".bias")) for name, whole in plain.items()}
     return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 

@@ -141,8 +141,9 @@ def info_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _flags(suggested: Mapping[str, Any]) -> str:
-    names = {"num_inference_steps": "steps"}
-    return " ".join(f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in suggested.items())
+    names = {"num_inference_steps": "steps", "sampler_settings": "set"}
+    each = [(name, one) for name, value in suggested.items() for one in (value if isinstance(value, list) else [value])]
+    return " ".join(f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in each)
 
 
 def _location(name: str, arguments: argparse.Namespace, argument: str) -> Location:

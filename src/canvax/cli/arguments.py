@@ -138,7 +138,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="canvax",
         description="Images from text in JAX: Stable Diffusion, Z-Image, FLUX.1, Chroma, FLUX.2 klein, "
-        "FLUX.3 klein, Krea 2, Qwen-Image-2.1 and Anima.",
+        "FLUX.3 klein, Krea 2, Qwen-Image 1 and Qwen-Image-2.1, Anima.",
         epilog=_EXAMPLES,
         formatter_class=plain,
     )
@@ -364,7 +364,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help="sd14, sd15, sd21, sdxl, sdxl-refiner, z-image, flux1-dev, flux1-schnell, chroma1, flux2-klein-4b, "
-        "flux3-klein, flux3-klein-base, krea-2, qwen-image-2.1, anima, emoji, a folder, or a Hub id",
+        "flux3-klein, flux3-klein-base, krea-2, qwen-image, qwen-image-edit-2511, qwen-image-2.1, anima, emoji, "
+        "a folder, or a Hub id",
     )
     parser.add_argument(
         "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "

@@ -88,6 +88,7 @@ class SingleFile:
         marks: prefixes of names that only this family's transformer has.
         config: returns the transformer's config from shapes of arrays under the names of diffusers. Raises ``KeyError``
             or ``IndexError`` for missing arrays, ``ValueError`` with the reason for other models.
+        named: returns further fields of it for the name of the file without its suffix.
         configs: fields of the other parts' configs that their arrays do not determine.
         tokenizer: folder of the tokenizer for a text encoder without one next to it.
         stems: parts of the names of files of the base model, "" for any, and of the distilled one; None if the arrays
@@ -113,6 +114,7 @@ class SingleFile:
     unused: tuple[str, ...] = ()
     inside: Mapping[str, tuple[str, Callable[[Shapes], dict[str, Any]]]] = field(default_factory=dict)
     packaged: Mapping[str, Path] = field(default_factory=dict)
+    named: Callable[[str], Mapping[str, Any]] | None = None
 
     def is_distilled(self, stem: str) -> tuple[bool, str] | None:
         """Return whether the file's name is that of a distilled model, with the evidence; None if its arrays decide."""
@@ -158,6 +160,7 @@ class Family:
         even_times: see ``NoiseSchedule.even_times``.
         mu: returns the shift for the tokens of an image and the steps, if the scheduler's config does not determine it.
         guidance_off: guidance scale without an effect: 1, or 0 for models that add guidance.
+        guidance: kind of guidance that the model's own pipeline has, a name of ``canvax.guidance.KINDS``.
         names: names of the denoiser's layers in single files and LoRAs.
         stacks: layers of the denoiser that diffusers stores as one.
         single_file: layout of files with only the denoiser; None for families without such files.
@@ -187,6 +190,7 @@ class Family:
     even_times: bool = False
     mu: Callable[[int, int], float] | None = None
     guidance_off: float = 1.0
+    guidance: str = "cfg"
     names: Sequence[Rule] = ()
     stacks: Sequence[Rule] = ()
     single_file: SingleFile | None = None

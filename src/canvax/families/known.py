@@ -13,12 +13,15 @@ from canvax.families.flux2 import FLUX2
 from canvax.families.flux3 import FLUX3
 from canvax.families.krea2 import KREA2
 from canvax.families.qwen_image import QWEN_IMAGE
+from canvax.families.qwen_image_1 import QWEN_IMAGE_1
 from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL, SDXL_REFINER
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.networks import Networks
 
-FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX, CHROMA, FLUX2, FLUX3, KREA2, QWEN_IMAGE, ANIMA)
+FAMILIES: tuple[Family, ...] = (
+    *(SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX, CHROMA, FLUX2, FLUX3, KREA2, QWEN_IMAGE, QWEN_IMAGE_1, ANIMA),
+)
 """The first family that matches a checkpoint is the checkpoint's."""
 
 MODELS = ", ".join(dict.fromkeys(family.models or family.title for family in FAMILIES))

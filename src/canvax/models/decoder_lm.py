@@ -37,7 +37,7 @@ from canvax.types import Array, DType, HostArray
 NORMALISED = ("qwen3", "qwen3_vl_text")
 """Model types that normalise queries and keys."""
 
-BIASED = ("qwen2_5_vl_text",)
+BIASED = ("qwen2_5_vl_text", "qwen2_5_vl")
 """Model types whose queries, keys and values have biases."""
 
 

@@ -87,6 +87,37 @@ def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
     return index // width[:, None], index % width[:, None]
 
 
+def centred(row: Array, column: Array, height: Array, width: Array) -> tuple[Array, Array]:
+    """Return rows and columns of a grid of this height and width around 0."""
+    return row - (height - height // 2), column - (width - width // 2)
+
+
+class ReferenceGrids(NamedTuple):
+    """Sizes of reference images in tokens.
+
+    Attributes:
+        height: of each reference [B, N]; 0 for none.
+        width: as ``height``.
+        owner: True where a token belongs to a reference, bool [B, R, N].
+    """
+
+    height: Array
+    width: Array
+    owner: Array
+
+    def of(self, values: Array) -> Array:
+        """Return the entry [B, R] of ``values`` [B, N] for each token's reference."""
+        return jnp.where(self.owner, values[:, None], 0).sum(-1)
+
+
+def reference_grids(ids: Array, count: int) -> ReferenceGrids:
+    """Return the sizes of ``count`` references from number (from 1 on), row and column of each token, [B, R, 3]."""
+    number, row, column = jnp.moveaxis(ids, -1, 0)
+    owner = number[:, :, None] == jnp.arange(1, count + 1)[None, None]
+    height, width = (jnp.max(jnp.where(owner, side[:, :, None] + 1, 0), axis=1) for side in (row, column))
+    return ReferenceGrids(height, width, owner)
+
+
 def rms_norm_spec(channels: int) -> Spec:
     """Declare the scale of a root-mean-square normalisation."""
     return {"weight": Param((channels,), (None,), init="ones")}
@@ -127,13 +158,15 @@ def embedded_time(p: Params, t: Array, x: Array) -> Array:
     return linear(p["linear_2"], jax.nn.silu(linear(p["linear_1"], h)))
 
 
-def swiglu_spec(width: int, inner: int, names: tuple[str, str, str] = ("gate", "up", "down")) -> Spec:
+def swiglu_spec(
+    width: int, inner: int, names: tuple[str, str, str] = ("gate", "up", "down"), *, bias: bool = False
+) -> Spec:
     """Declare the gate, up and down projections of a gated feed-forward, under the checkpoint's ``names``."""
     gate, up, down = names
     return {
-        gate: linear_spec(width, inner, ("embed", "mlp"), bias=False),
-        up: linear_spec(width, inner, ("embed", "mlp"), bias=False),
-        down: linear_spec(inner, width, ("mlp", "embed"), bias=False),
+        gate: linear_spec(width, inner, ("embed", "mlp"), bias=bias),
+        up: linear_spec(width, inner, ("embed", "mlp"), bias=bias),
+        down: linear_spec(inner, width, ("mlp", "embed"), bias=bias),
     }
 
 
@@ -270,6 +303,7 @@ def double_block(
     lengths: Array | None = None,
     *,
     eps: float,
+    text_last: bool = False,
 ) -> tuple[Array, Array]:
     """Apply a double-stream block (Esser et al. 2024, figure 2b): text and image share only attention.
 
@@ -279,9 +313,10 @@ def double_block(
         text: [B, S, D].
         for_image: six chunks of modulation.
         for_text: six chunks of modulation.
-        rope: positions of text, then image.
-        lengths: number of text and image tokens to attend to [B], or which ones, bool [B, T]; None for all.
+        rope: positions of text, then image; with ``text_last`` of image, then text.
+        lengths: number of these tokens to attend to [B], or which ones, bool [B, T]; None for all.
         eps: epsilon of all normalisations.
+        text_last: the text, whose padding is not read, is behind the image.
 
     Returns:
         Both streams.
@@ -289,10 +324,13 @@ def double_block(
     with jax.named_scope("double_block"):
         in_text = queries_keys_values(p["attn"], modulated(layer_norm(text, eps=eps), *for_text[:2]), TEXT, eps=eps)
         in_image = queries_keys_values(p["attn"], modulated(layer_norm(image, eps=eps), *for_image[:2]), eps=eps)
-        q, k, v = (jnp.concatenate(both, axis=1) for both in zip(in_text, in_image, strict=True))
+        first, second = (in_image, in_text) if text_last else (in_text, in_image)
+        q, k, v = (jnp.concatenate(both, axis=1) for both in zip(first, second, strict=True))
         y = attend(q, k, v, rope, lengths)
-        image = image + for_image[2] * linear(p["attn"]["to_out"]["0"], y[:, text.shape[1] :])
-        text = text + for_text[2] * linear(p["attn"]["to_add_out"], y[:, : text.shape[1]])
+        of_first, of_second = jnp.split(y, [first[0].shape[1]], axis=1)
+        of_image, of_text = (of_first, of_second) if text_last else (of_second, of_first)
+        image = image + for_image[2] * linear(p["attn"]["to_out"]["0"], of_image)
+        text = text + for_text[2] * linear(p["attn"]["to_add_out"], of_text)
         image = image + for_image[5] * feed_forward(p["ff"], modulated(layer_norm(image, eps=eps), *for_image[3:5]))
         text = text + for_text[5] * feed_forward(p["ff_context"], modulated(layer_norm(text, eps=eps), *for_text[3:5]))
         return image, text

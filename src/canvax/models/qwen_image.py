@@ -24,10 +24,12 @@ from canvax.models.dit import (
     Rope,
     attend_in_order,
     axes_faults,
+    centred,
     embedded_time,
     grid_ids,
     layer_norm,
     queries_keys_values,
+    reference_grids,
     rms_norm,
     rotary_embedding,
     rotate,
@@ -154,11 +156,6 @@ class _Prefix(NamedTuple):
     lengths: Array
 
 
-def _centred(row: Array, column: Array, height: Array, width: Array) -> tuple[Array, Array]:
-    """Return rows and columns of a grid around 0."""
-    return row - (height - height // 2), column - (width - width // 2)
-
-
 def _text_alone(h: Array, lengths: Array) -> _Prefix:
     row = jnp.broadcast_to(jnp.arange(h.shape[1])[None], h.shape[:2])
     order = jnp.where(row < lengths[:, None], row, _PADDING)
@@ -175,21 +172,15 @@ def _with_references(text: _Prefix, tokens: Array, starts: Array, ids: Array, co
         ids: number of its reference, row and column of each token, int32 [B, R, 3].
         count: tokens without padding [B].
     """
-    number, row, column = jnp.moveaxis(ids, -1, 0)
-    its = number[:, :, None] == jnp.arange(1, starts.shape[1] + 1)[None, None]  # [B, R, N]
-    height, width = (jnp.max(jnp.where(its, side[:, :, None] + 1, 0), axis=1) for side in (row, column))
-    sizes, steps = height * width, jnp.maximum(height, width)
+    grids = reference_grids(ids, starts.shape[1])
+    sizes, steps = grids.height * grids.width, jnp.maximum(grids.height, grids.width)
     first, place = starts + jnp.cumsum(sizes, 1) - sizes, starts + jnp.cumsum(steps, 1) - steps
-
-    def of(each: Array) -> Array:
-        """Return the entry [B, R] of each token's reference."""
-        return jnp.where(its, each[:, None], 0).sum(-1)
-
     before = starts[:, None] <= text.order[:, :, None]  # references before each row of the text
     later = jnp.where(before, jnp.stack([steps, sizes])[:, :, None], 0).sum(-1)
-    grid = jnp.stack([of(place), *_centred(row, column, of(height), of(width))], axis=-1)
+    sides = grids.of(grids.height), grids.of(grids.width)
+    grid = jnp.stack([grids.of(place), *centred(ids[..., 1], ids[..., 2], *sides)], axis=-1)
     padding = jnp.arange(ids.shape[1])[None] >= count[:, None]
-    order = jnp.concatenate([text.order + later[1], jnp.where(padding, _PADDING, of(first))], axis=1)
+    order = jnp.concatenate([text.order + later[1], jnp.where(padding, _PADDING, grids.of(first))], axis=1)
     sequence = jnp.argsort(order, axis=1)
     h, ids = (
         jnp.take_along_axis(jnp.concatenate(both, axis=1), sequence[:, :, None], axis=1)
@@ -246,7 +237,7 @@ def qwen_image_context(
     row, column = grid_ids(tokens, width)
     height = tokens // width[:, None]
     frame = jnp.broadcast_to(prefix.position[:, None], row.shape)
-    ids = jnp.stack([frame, *_centred(row, column, height, width[:, None])], axis=-1)
+    ids = jnp.stack([frame, *centred(row, column, height, width[:, None])], axis=-1)
     rope = rotary_embedding(ids, cfg.axes_dims_rope, THETA)
     return QwenContext(tuple(keys), tuple(values), rope, tokens + prefix.lengths)
 

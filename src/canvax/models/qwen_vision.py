@@ -1,7 +1,8 @@
-"""The vision tower of Qwen3-VL (Qwen Team 2025), and its language model with it: a text encoder that sees references.
+"""The vision tower of Qwen3-VL (Qwen Team 2025), and language models that see the references of a call.
 
 An image is cut into patches, in an order in which the four of a square follow one another; a square is a token of the
 language model. Features of some layers of the tower are added to the first layers of the language model (DeepStack).
+The tower of Qwen2.5-VL is ``canvax.models.qwen25_vision``.
 """
 
 from __future__ import annotations
@@ -40,14 +41,75 @@ BUCKET = 128
 
 THETA = 10000.0
 
+FIXED_OF_TOWERS = {"in_channels": (3,), "spatial_merge_size": (MERGE,), "temporal_patch_size": (2,)}
+"""Fields of all towers with a single supported value."""
+
 
 @dataclass(frozen=True)
-class VisionConfig(Config):
-    """``Qwen3VLVisionModel``: names are those of the transformers config.
+class TowerConfig(Config):
+    """A vision tower: names are those of the transformers config.
 
     Attributes:
         mrope_section: channels of the language model's positions along time, rows and columns.
     """
+
+    depth: Layers
+    hidden_size: Count
+    intermediate_size: Count
+    num_heads: Count
+    patch_size: Count
+    out_hidden_size: Count
+    mrope_section: tuple[Depth, ...]
+
+    STRICT = False
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Read the parsed ``config.json`` of a vision-language model."""
+        text = config.get("text_config") or config
+        positions = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        sections = {name: positions[name] for name in ("mrope_section",) if name in positions}
+        return super().from_dict({**config["vision_config"], **sections})
+
+    def _faults(self) -> list[str]:
+        """Return what is not supported."""
+        faults = []
+        if self.hidden_size % (4 * self.num_heads):
+            faults.append(f"{self.num_heads} heads of width {self.hidden_size}")
+        if len(self.mrope_section) != 3:
+            faults.append(f"mrope_section {self.mrope_section}")
+        return faults
+
+    def __post_init__(self) -> None:
+        if faults := self._faults():
+            raise CheckpointError(f"{type(self).__name__} does not support " + "; ".join(faults))
+
+    @property
+    def spec(self) -> Spec:
+        """Declared parameters."""
+        raise NotImplementedError
+
+    def features(self, p: Params, patches: Array, grids: Array) -> list[Array]:
+        """Return the features of images, with arguments as ``vision_tower`` has them."""
+        raise NotImplementedError
+
+    def axes(self, width: int) -> HostArray:
+        """Return the axis of positions, 0 to 2, of each frequency of the language model's heads [``width`` / 2]."""
+        raise NotImplementedError
+
+    def tokens(self, size: tuple[int, int]) -> int:
+        """Return the most tokens of a reference of this height and width."""
+        return math.prod(side // (MERGE * self.patch_size) for side in size)
+
+    def view(self, image: Any, fitted: Any) -> Any:
+        """Return a reference as the tower sees it; see ``TextEncoder.view``."""
+        del image
+        return fitted
+
+
+@dataclass(frozen=True)
+class VisionConfig(TowerConfig):
+    """``Qwen3VLVisionModel``."""
 
     depth: Layers = 27
     hidden_size: Count = 1152
@@ -55,36 +117,32 @@ class VisionConfig(Config):
     num_heads: Count = 16
     patch_size: Count = 16
     out_hidden_size: Count = 4096
+    mrope_section: tuple[Depth, ...] = (24, 20, 20)
     num_position_embeddings: Count = 2304
     deepstack_visual_indexes: tuple[Depth, ...] = (8, 16, 24)
-    mrope_section: tuple[Depth, ...] = (24, 20, 20)
 
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "hidden_act": ("gelu_pytorch_tanh",), "in_channels": (3,), "spatial_merge_size": (MERGE,),
-        "temporal_patch_size": (2,),
-    }  # fmt: skip
-    STRICT = False
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("gelu_pytorch_tanh",), **FIXED_OF_TOWERS}
 
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Read the parsed ``config.json`` of a vision-language model."""
-        text = config.get("text_config") or {}
-        positions = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        sections = {name: positions[name] for name in ("mrope_section",) if name in positions}
-        return super().from_dict({**config["vision_config"], **sections})
-
-    def __post_init__(self) -> None:
-        faults = []
-        if self.hidden_size % (4 * self.num_heads):
-            faults.append(f"{self.num_heads} heads of width {self.hidden_size}")
+    def _faults(self) -> list[str]:
+        faults = super()._faults()
         if list(self.deepstack_visual_indexes) != sorted({*self.deepstack_visual_indexes} & {*range(self.depth)}):
             faults.append(f"deepstack_visual_indexes {self.deepstack_visual_indexes} with depth {self.depth}")
         if round(self.num_position_embeddings**0.5) ** 2 != self.num_position_embeddings:
             faults.append(f"num_position_embeddings {self.num_position_embeddings}")
-        if len(self.mrope_section) != 3:
-            faults.append(f"mrope_section {self.mrope_section}")
-        if faults:
-            raise CheckpointError("VisionConfig does not support " + "; ".join(faults))
+        return faults
+
+    @property
+    def spec(self) -> Spec:
+        return vision_tower_spec(self)
+
+    def features(self, p: Params, patches: Array, grids: Array) -> list[Array]:
+        return vision_tower(p, patches, grids, self)
+
+    def axes(self, width: int) -> HostArray:
+        axis = np.zeros(width // 2, np.int32)
+        for i in (1, 2):  # frequencies take turns
+            axis[i : 3 * self.mrope_section[i] : 3] = i
+        return axis
 
 
 def vision_tower_spec(cfg: VisionConfig) -> Spec:
@@ -129,19 +187,9 @@ def vision_tower(p: Params, patches: Array, grids: Array, cfg: VisionConfig) -> 
     Returns:
         Features for the language model's input, then those that are added after its first layers, [B, n, P / 4, D].
     """
-    dtype, index = p["pos_embed"]["weight"].dtype, jnp.arange(patches.shape[2])[None, None]
-    columns = jnp.maximum(grids[..., 1:], MERGE)  # a slot of a batch without an image has none
-    square, inside = index // MERGE**2, index % MERGE**2
-    row = square // (columns // MERGE) * MERGE + inside // MERGE
-    column = square % (columns // MERGE) * MERGE + inside % MERGE
-    places = jnp.stack([row, column], axis=-1)
-    weight = p["patch_embed"]["proj"]["weight"].astype(jnp.float32).sum(2)  # of two frames that are the same
-    x = ((patches.astype(jnp.float32) - 127.5) / 127.5).astype(dtype)
-    h = jnp.einsum("bnpi,oi->bnpo", x, weight.reshape(cfg.hidden_size, -1).astype(dtype))
-    h = h + jax.lax.broadcast_to_rank(p["patch_embed"]["proj"]["bias"], 4) + _positions(p["pos_embed"], places, grids)
-    flat = places.reshape(-1, *places.shape[2:])
-    width = cfg.hidden_size // cfg.num_heads
-    rope = rotary_embedding(flat, (width // 2, width // 2), THETA)
+    places, x = places_of(patches, grids), (patches.astype(jnp.float32) - 127.5) / 127.5
+    h = embedded(p["patch_embed"]["proj"], x) + _positions(p["pos_embed"], places, grids)
+    rope = rope_of(places, cfg)
     lengths, features = jnp.maximum(grids.prod(-1), 1).reshape(-1), []
     with scope("vision_tower"):
         ahead = Ahead()
@@ -149,8 +197,32 @@ def vision_tower(p: Params, patches: Array, grids: Array, cfg: VisionConfig) -> 
             h = _block(ahead(p["blocks"][str(i)], h), h, rope, lengths, heads=cfg.num_heads, where=f"blocks.{i}")
             if i in cfg.deepstack_visual_indexes:
                 merger = p["deepstack_merger_list"][str(len(features))]
-                features.append(_merged(merger, layer_norm(merger["norm"], _squares(h), eps=1e-6)))
-        return [_merged(p["merger"], _squares(layer_norm(p["merger"]["norm"], h, eps=1e-6))), *features]
+                features.append(_merged(merger, layer_norm(merger["norm"], squares(h), eps=1e-6)))
+        return [_merged(p["merger"], squares(layer_norm(p["merger"]["norm"], h, eps=1e-6))), *features]
+
+
+def places_of(patches: Array, grids: Array) -> Array:
+    """Return row and column of each patch, int32 [B, n, P, 2], of ``patches`` and ``grids`` as in ``vision_tower``."""
+    index = jnp.arange(patches.shape[2])[None, None]
+    columns = jnp.maximum(grids[..., 1:], MERGE)  # a slot of a batch without an image has none
+    square, inside = index // MERGE**2, index % MERGE**2
+    row = square // (columns // MERGE) * MERGE + inside // MERGE
+    column = square % (columns // MERGE) * MERGE + inside % MERGE
+    return jnp.stack([row, column], axis=-1)
+
+
+def embedded(p: Params, x: Array) -> Array:
+    """Embed normalised patches [B, n, P, 3 x side x side] float32: [B, n, P, D] in the dtype of the parameters."""
+    stored = p["weight"]
+    weight = stored.astype(jnp.float32).sum(2)  # of two frames that are the same
+    h = jnp.einsum("bnpi,oi->bnpo", x.astype(stored.dtype), weight.reshape(len(weight), -1).astype(stored.dtype))
+    return h + jax.lax.broadcast_to_rank(p["bias"], 4) if "bias" in p else h
+
+
+def rope_of(places: Array, cfg: TowerConfig) -> Rope:
+    """Return the rotary positions of patches, an image after the other."""
+    width = cfg.hidden_size // cfg.num_heads
+    return rotary_embedding(places.reshape(-1, *places.shape[2:]), (width // 2, width // 2), THETA)
 
 
 def _positions(p: Params, places: Array, grids: Array) -> Array:
@@ -167,7 +239,8 @@ def _positions(p: Params, places: Array, grids: Array) -> Array:
     return total.astype(p["weight"].dtype)
 
 
-def _squares(x: Array) -> Array:
+def squares(x: Array) -> Array:
+    """Return patches [B, n, P, D] as squares [B, n, P / 4, 4 D]."""
     return x.reshape(*x.shape[:2], x.shape[2] // MERGE**2, -1)
 
 
@@ -178,41 +251,52 @@ def _merged(p: Params, x: Array) -> Array:
 @outlined
 def _block(p: Params, x: Array, rope: Rope, lengths: Array, *, heads: int) -> Array:
     """Apply one pre-norm layer to patches [B, n, P, D], each image by itself."""
-    qkv = linear(p["attn"]["qkv"], layer_norm(p["norm1"], x, eps=1e-6)).reshape(
-        -1, x.shape[2], 3, heads, x.shape[3] // heads
-    )
-    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    y = attention(rotate(q, rope), rotate(k, rope), v, lengths=lengths)
-    x = x + linear(p["attn"]["proj"], y.reshape(x.shape))
+    x = x + attended(p["attn"], layer_norm(p["norm1"], x, eps=1e-6), rope, lengths, heads=heads)
     h = linear(p["mlp"]["linear_fc1"], layer_norm(p["norm2"], x, eps=1e-6))
     return x + linear(p["mlp"]["linear_fc2"], jax.nn.gelu(h, approximate=True))
 
 
-def interleaved_rope(positions: Array, width: int, sections: Sequence[int], theta: float) -> Rope:
-    """Return rotary positions along time, rows and columns [B, T, 3], whose frequencies take turns."""
-    axis = np.zeros(width // 2, np.int32)
-    for i in (1, 2):
-        axis[i : 3 * sections[i] : 3] = i
-    frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-    angles = positions[..., axis].astype(jnp.float32) * jnp.array(frequencies, jnp.float32, ndmin=3)
+def attended(p: Params, x: Array, rope: Rope, lengths: Array, *, heads: int, bias: Array | None = None) -> Array:
+    """Apply self-attention to patches [B, n, P, D], each image by itself; ``bias`` is that of ``attention``."""
+    qkv = linear(p["qkv"], x).reshape(-1, x.shape[2], 3, heads, x.shape[3] // heads)
+    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    y = attention(rotate(q, rope), rotate(k, rope), v, lengths=lengths, bias=bias)
+    return linear(p["proj"], y.reshape(x.shape))
+
+
+def rope_along(positions: Array, axes: HostArray, theta: float) -> Rope:
+    """Return rotary positions along time, rows and columns [B, T, 3], with the axis of each frequency [Dh / 2]."""
+    frequencies = theta ** (-np.arange(len(axes), dtype=np.float64) / len(axes))
+    angles = positions[..., axes].astype(jnp.float32) * jnp.array(frequencies, jnp.float32, ndmin=3)
     return Rope(jnp.cos(angles), jnp.sin(angles))
 
 
 @dataclass(frozen=True)
 class SeeingLanguageModel(LanguageModel):
-    """A language model that sees the reference images of a call before its prompt. It gives the features of the text.
+    """A language model that sees the reference images of a call before its prompt.
 
     Attributes:
         eyes: config of the vision tower.
+        picture: text of an image before the prompt, with its number.
+        between: text between two images.
+        whole: the result has the features of images, too, and not only those of the text.
         sees: number of images, and tokens that each may have.
     """
 
-    eyes: VisionConfig = VisionConfig()
+    eyes: TowerConfig = VisionConfig()
+    picture: str = IMAGE
+    between: str = " "
+    whole: bool = False
     sees: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if len(self.eyes.axes(self.cfg.width_of_head)) != self.cfg.width_of_head // 2:
+            sections = f"mrope_section {self.eyes.mrope_section} with heads of width {self.cfg.width_of_head}"
+            raise CheckpointError(f"{type(self.eyes).__name__} does not support {sections}")
 
     @property
     def spec(self) -> Spec:
-        return {**super().spec, "visual": vision_tower_spec(self.eyes)}
+        return {**super().spec, "visual": self.eyes.spec}
 
     @property
     def _side(self) -> int:
@@ -220,21 +304,19 @@ class SeeingLanguageModel(LanguageModel):
         return MERGE * self.eyes.patch_size
 
     def seeing(self, sizes: Sequence[tuple[int, int]]) -> SeeingLanguageModel:
-        most = max(((height // self._side) * (width // self._side) for height, width in sizes), default=0)
+        most = max(map(self.eyes.tokens, sizes), default=0)
         return replace(self, sees=(len(sizes), -(-most // BUCKET) * BUCKET))
+
+    def view(self, image: Any, fitted: Any) -> Any:
+        return self.eyes.view(image, fitted)
 
     def inputs(self, length: int) -> Shapes:
         (count, room), shape = self.sees, jax.ShapeDtypeStruct
         if not count:
             return super().inputs(length)
         total, values = length + count * room, 3 * self.eyes.patch_size**2
-        more = {
-            "positions": (total, 3),
-            "slots": (total,),
-            "rows": (length,),
-            "starts": (MOST_REFERENCES,),
-            "grids": (count, 2),
-        }
+        more = {"positions": (total, 3), "slots": (total,), "grids": (count, 2)}
+        more |= {} if self.whole else {"rows": (length,), "starts": (MOST_REFERENCES,)}
         return {
             **super().inputs(total),
             **{name: shape(each, jnp.int32) for name, each in more.items()},
@@ -242,11 +324,14 @@ class SeeingLanguageModel(LanguageModel):
         }
 
     def outputs(self, length: int, dtype: DType) -> Shapes:
-        starts = {"starts": jax.ShapeDtypeStruct((MOST_REFERENCES,), jnp.int32)} if self.sees[0] else {}
+        count, room = self.sees
+        if self.whole:
+            return super().outputs(length + count * room, dtype)
+        starts = {"starts": jax.ShapeDtypeStruct((MOST_REFERENCES,), jnp.int32)} if count else {}
         return super().outputs(length, dtype) | starts
 
     def _ids(self, tokenizer: Any, text: str, count: int) -> list[int]:
-        images = " ".join(IMAGE.format(number) for number in range(1, count + 1))
+        images = self.between.join(self.picture.format(number) for number in range(1, count + 1))
         return tokenizer.ids(images + (text or tokenizer.empty))
 
     def count(self, tokenizer: Any, text: str, images: Sequence[Any]) -> int:
@@ -281,9 +366,10 @@ class SeeingLanguageModel(LanguageModel):
                 slots.append(-1)
                 positions.append([place] * 3)
             place += step
+        grids = [(MERGE * height, MERGE * width) for height, width in grids]
         values: dict[str, Any] = {
-            "ids": ids, "length": len(rows), "positions": positions, "slots": slots, "rows": rows, "starts": starts,
-            "grids": [(MERGE * height, MERGE * width) for height, width in grids],
+            "ids": ids, "length": len(ids if self.whole else rows), "positions": positions, "slots": slots,
+            "rows": rows, "starts": starts, "grids": grids,
         }  # fmt: skip
         patches = [_patches(image, self.eyes.patch_size) for image in images]
         values["patches"] = [np.pad(each, ((0, MERGE**2 * room - len(each)), (0, 0))) for each in patches]
@@ -295,12 +381,15 @@ class SeeingLanguageModel(LanguageModel):
             return super().encode(p, ids, length)
         features = [
             each.reshape(len(ids), -1, each.shape[-1])
-            for each in vision_tower(p["visual"], seen["patches"], seen["grids"], self.eyes)
+            for each in self.eyes.features(p["visual"], seen["patches"], seen["grids"])
         ]
-        rope = interleaved_rope(seen["positions"], self.cfg.width_of_head, self.eyes.mrope_section, self.cfg.rope_theta)
+        rope = rope_along(seen["positions"], self.eyes.axes(self.cfg.width_of_head), self.cfg.rope_theta)
         taps = (*self.earlier, self.tap)
         text = decoder_lm(p, ids, length, self.cfg, taps=taps, seen=Seen(features, seen["slots"], rope))
-        text = jnp.take_along_axis(text.reshape(*ids.shape, self.width), seen["rows"][:, :, None], axis=1)
+        text = text.reshape(*ids.shape, self.width)
+        if self.whole:
+            return {"text": text, "length": length}
+        text = jnp.take_along_axis(text, seen["rows"][:, :, None], axis=1)
         return {"text": text, "length": length, "starts": seen["starts"]}
 
 

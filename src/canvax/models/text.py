@@ -116,6 +116,16 @@ class TextEncoder:
         del sizes
         return self
 
+    def view(self, image: Any, fitted: Any) -> Any:
+        """Return a reference image as the encoder sees it, if it does.
+
+        Args:
+            image: the image of the caller.
+            fitted: the image at the size that the denoiser reads.
+        """
+        del image
+        return fitted
+
     def count(self, tokenizer: Any, text: str, images: Sequence[Any]) -> int:
         """Return the number of tokens of a prompt, and of the reference images if the encoder sees them."""
         del images
@@ -216,6 +226,10 @@ class TextEncoders:
     def seeing(self, sizes: Sequence[tuple[int, int]]) -> Self:
         """Return the encoders for prompts with reference images of these heights and widths."""
         return replace(self, encoders=tuple(encoder.seeing(sizes) for encoder in self.encoders))
+
+    def view(self, image: Any, fitted: Any) -> Any:
+        """Return a reference image as the first encoder sees it."""
+        return self.encoders[0].view(image, fitted)
 
     @property
     def specs(self) -> dict[str, Spec]:

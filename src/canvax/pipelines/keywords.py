@@ -53,8 +53,8 @@ class OptionFields(TypedDict, total=False):
     true_cfg_scale: float
     """For FLUX.1 dev and other models that read the guidance scale: a scale away from the negative prompt, at twice
     the work."""
-    guidance_method: GuidanceFunction | GuidanceMethod
-    """Kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function or a rule; see
+    guidance_method: GuidanceFunction | GuidanceMethod | None
+    """Kind of guidance, each a program: cfg, cfg_norm, cfg_zero or apg; in Python also a function or a rule; see
     docs/guidance.md."""
     guidance_settings: Mapping[str, Any] | Sequence[str]
     """A number of the kind of guidance, such as norm=2.5."""
@@ -172,7 +172,7 @@ class ForeignFields(OptionFields, total=False):
     cfg_scale: float | None
     """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program."""
-    guidance: float | GuidanceFunction | GuidanceMethod | None
+    guidance: float | GuidanceFunction | GuidanceMethod | None | None
     """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program; a rule, a function or a name is guidance_method."""
     n: int

@@ -26,6 +26,7 @@ from canvax.families.known import family_of
 from canvax.families.local_models import completed
 from canvax.families.read import read_model
 from canvax.files import named_path
+from canvax.guidance import rule_of
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, check_weights, free_bytes, gigabytes, program_bytes, streams
@@ -354,7 +355,8 @@ class LoadedModel:
         reads = image or networks.inpaints
         latents, ready = networks.latent_shape(images, height, width), {}
         for lengths in model.text.up_to_shortest(height * width):
-            kinds = Kinds(guides, decoder=way, lengths=lengths).adding(*adds, reads and ReadsImage(way))
+            rule = rule_of(model.family.guidance)
+            kinds = Kinds(guides, rule, decoder=way, lengths=lengths).adding(*adds, reads and ReadsImage(way))
             ready = self.programs.ready(params, latents, kinds, display.announce)
         return ready
 

@@ -66,9 +66,13 @@ class Options(OptionRecord):
         pag = {"pag_scale": self.pag_scale, "pag_adaptive_scale": self.pag_adaptive_scale}
         return pag | _by_name(self.guidance_settings)
 
-    def rule(self, *, guided: bool = True, parts: int = 0) -> Guidance:
-        """Return the rule of guidance of a call, for ``parts`` prompts that are added up; 0 for none."""
-        return rule_of(self.guidance_method if guided else "cfg", perturbs=self.pag_scale > 0, parts=parts)
+    def rule(self, usual: str, *, guided: bool = True, parts: int = 0) -> Guidance:
+        """Return the rule of guidance of a call, for ``parts`` prompts that are added up; 0 for none.
+
+        ``usual`` is the model's own kind.
+        """
+        method = (self.guidance_method if guided else None) or usual
+        return rule_of(method, perturbs=self.pag_scale > 0, parts=parts)
 
     @property
     def listed_steps(self) -> int | None:
@@ -107,7 +111,7 @@ def _check_curve(options: Options) -> None:
 
 
 def _check_guidance(options: Options) -> None:
-    rule = options.guidance_method
+    rule = options.guidance_method or "cfg"
     method = rule if isinstance(rule, str) else name_of(rule)
     known = rule_of(rule).columns
     for name, value in _by_name(options.guidance_settings).items():
@@ -129,7 +133,7 @@ def _check_guidance(options: Options) -> None:
         )
     if options.guidance_rescale and method != "cfg":
         raise conflict("guidance_rescale", f"guidance_method={method!r}", value=options.guidance_rescale)
-    if options.reuse > 1 and PERTURBED in options.rule().samples:
+    if options.reuse > 1 and PERTURBED in options.rule("cfg").samples:
         raise conflict(
             "reuse", "pag_scale" if options.pag_scale else f"guidance_method={method!r}", value=options.reuse
         )

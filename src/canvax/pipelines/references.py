@@ -31,10 +31,12 @@ class References:
     Attributes:
         images: with the channels that the autoencoder reads. For each reference, one for all images of the call, or
             one for each of the same size.
+        views: the same as the text encoder sees them.
         fingerprints: hashes of the caller's images, for metadata.
     """
 
     images: list[list[Image.Image]]
+    views: list[list[Image.Image]]
     fingerprints: list[str] = field(default_factory=list)
 
     @property
@@ -43,8 +45,8 @@ class References:
         return tuple((references[0].height, references[0].width) for references in self.images)
 
     def of(self, index: int) -> tuple[Image.Image, ...]:
-        """Return the references of an image of the call."""
-        return tuple(references[index % len(references)] for references in self.images)
+        """Return the references of an image of the call, as the text encoder sees them."""
+        return tuple(views[index % len(views)] for views in self.views)
 
 
 def check_references(value: Any, networks: Networks) -> References:
@@ -59,13 +61,16 @@ def check_references(value: Any, networks: Networks) -> References:
         raise InputError("image", f"has {count} reference images", cure=f"give 1 to {MOST}")
     images = read_images("image", value, count, alpha=networks.image_mode == "RGBA")
     fitted = [_fitted(image, networks, count) for image in images]
-    return References([[image] for image in fitted], [fingerprint(on_white(image)) for image in images])
+    views = [networks.text.view(*both) for both in zip(images, fitted, strict=True)]
+    prints = [fingerprint(on_white(image)) for image in images]
+    return References([[image] for image in fitted], [[view] for view in views], prints)
 
 
 def masked_reference(images: list[Image.Image], networks: Networks) -> References:
     """Return the image of each image of a call, inside whose mask it is drawn, as its reference."""
     scaled = networks.denoiser.facts.reference_pixels
-    return References([[_fitted(image, networks, 1) for image in images] if scaled else images])
+    fitted = [_fitted(image, networks, 1) for image in images] if scaled else images
+    return References([fitted], [[networks.text.view(*both) for both in zip(images, fitted, strict=True)]])
 
 
 def check_editing(networks: Networks, name: str) -> None:

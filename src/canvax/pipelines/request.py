@@ -66,6 +66,7 @@ class Request:
         zeros: replace the negative prompt by zeros, since the call has none and the model was trained so.
         embedded: the model reads no negative prompt at any guidance scale.
         guidance_off: ``Family.guidance_off``.
+        guidance_kind: ``Family.guidance``.
         on_device: keep pixels and latents on the devices.
     """
 
@@ -86,6 +87,7 @@ class Request:
     zeros: bool
     embedded: bool
     guidance_off: float
+    guidance_kind: str
     texts: Texts
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     init_images: InitImages | None = None
@@ -125,7 +127,8 @@ class Request:
     @property
     def rule(self) -> Guidance:
         """The rule of guidance."""
-        return self.options.rule(guided=self.guided, parts=self.texts.parts if self.composed else 0)
+        parts = self.texts.parts if self.composed else 0
+        return self.options.rule(self.guidance_kind, guided=self.guided, parts=parts)
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -221,6 +224,7 @@ def make_request(model: Model, call: Call) -> Request:
         zeros=negative is None and options.negative_prompt_2 is None and model.zero_negative_embeds,
         embedded=model.networks.unguided and options.true_cfg_scale == OFF,
         guidance_off=model.family.guidance_off,
+        guidance_kind=model.family.guidance,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run, references),
         embeds=embeds,
         init_images=init,
@@ -332,7 +336,10 @@ def check_for_model(options: Options, model: Model) -> None:
         if "perturbed" not in model.networks.denoiser.facts.offers and name in options.changed():
             problem = f"is not supported by {model.name}: its attention cannot be perturbed"
             raise InputError(name, problem, cure="leave it out")
-    model.networks.check_roles(options.rule().samples)
+    model.networks.check_roles(options.rule(model.family.guidance).samples)
+    if options.guidance_rescale and options.guidance_method is None and model.family.guidance != "cfg":
+        problem = f"has no effect with {model.family.guidance}, the guidance of {model.name}"
+        raise InputError("guidance_rescale", problem, cure="give {guidance_method=cfg}, too")
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
     if options.reuse > 1 and not model.networks.most_layers:

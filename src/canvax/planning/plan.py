@@ -256,8 +256,8 @@ def plan(
 
     Args:
         model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "z-image", "flux1-dev", "flux1-schnell", "chroma1",
-            "flux2-klein-4b", "flux3-klein", "flux3-klein-base", "krea-2", "qwen-image-2.1", "anima", "emoji", a
-            folder, or a Hub id (no weights are downloaded).
+            "flux2-klein-4b", "flux3-klein", "flux3-klein-base", "krea-2", "qwen-image", "qwen-image-edit-2511",
+            "qwen-image-2.1", "anima", "emoji", a folder, or a Hub id (no weights are downloaded).
         target: a TPU with its chips along each axis, e.g. "tpu-v5e:2x2" (v2, v3, v4, v5e, v5p, v6e), or a GPU of
             ``canvax.planning.targets.GPUS`` with a number, e.g. "gpu-h100:8".
         batch: images at once on all devices together; by default one per device.

@@ -48,7 +48,11 @@ BASES = {
 """Width of the text that cross-attention reads -> the family."""
 
 OTHERS = {
-    "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
+    "double_blocks": "FLUX", "single_transformer_blocks": "FLUX",
+    **dict.fromkeys(
+        ("txt_mlp", "txt_mod", "transformer_blocks.59.", "transformer_blocks_59_"), "Qwen-Image 1 or its Edit models"
+    ),
+    "joint_blocks": "Stable Diffusion 3",
     "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
 }  # fmt: skip
 """Parts of names that only families without a UNet have."""

@@ -23,6 +23,9 @@ from canvax.weights.layouts import EMBEDDED, LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
 
+QWEN25_HEAD = 128
+"""Channels of a head of every Qwen2.5-VL, whose arrays do not determine it."""
+
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
     """Find a language model and download missing files; no array is read.
@@ -68,7 +71,8 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
     shapes = {whole_name(name): shape for name, shape in shapes.items()}
     vocabulary, width = shapes["model.embed_tokens.weight"]
     layer = "model.layers.0"
-    head = shapes[f"{layer}.self_attn.q_norm.weight"][0]
+    norm = shapes.get(f"{layer}.self_attn.q_norm.weight")
+    head = norm[0] if norm else QWEN25_HEAD
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -76,7 +80,7 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
         "num_hidden_layers": 1 + max(int(match[1]) for match in map(LAYER.match, shapes) if match),
         "num_attention_heads": shapes[f"{layer}.self_attn.q_proj.weight"][0] // head,
         "num_key_value_heads": shapes[f"{layer}.self_attn.k_proj.weight"][0] // head,
-        "head_dim": head,
+        **({"head_dim": head} if norm else {}),
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
 
@@ -134,6 +138,13 @@ def vision_config(shapes: Shapes) -> dict[str, Any]:
     depth = numbered(shapes, r"visual\.blocks\.(\d+)\.")
     if not depth:
         return {"depth": 0}
+    if "visual.pos_embed.weight" not in shapes:  # Qwen2.5-VL's has no table of positions
+        return {
+            "depth": depth,
+            "hidden_size": shapes["visual.patch_embed.proj.weight"][0],
+            "intermediate_size": shapes["visual.blocks.0.mlp.gate_proj.weight"][0],
+            "out_hidden_size": shapes["visual.merger.mlp.2.weight"][0],
+        }
     positions, width = shapes["visual.pos_embed.weight"]
     return {
         "depth": depth,

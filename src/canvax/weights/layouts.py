@@ -91,7 +91,7 @@ def arrays_to_save(
     if isinstance(network, Flux2Autoencoder):  # diffusers expects the count
         zero = np.zeros((), np.int64)
         return [*arrays, *(ArrayToSave(name, zero.shape, zero.dtype, lambda: zero) for name in COUNTS)]
-    if isinstance(network, LanguageModel) and "_vl" in network.cfg.model_type:  # a part of a larger model
+    if isinstance(network, LanguageModel) and "qwen3_vl" in network.cfg.model_type:  # a part of a larger model
         return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]
     return arrays
 

@@ -405,12 +405,15 @@ def trigger_words(metadata: Mapping[str, str]) -> list[str]:
 def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the call's arguments that an adapter for few steps was trained for; empty for others.
 
-    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024) and TCD (Zheng et al. 2024) are
-    recognised by the file's name or its title.
+    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024) and
+    Qwen-Image-Lightning (LightX2V 2025) are recognised by the file's name or its title.
     """
     words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
     match = _STEPS.search(words)
     steps = int(match[1]) if match and 1 <= int(match[1]) <= 16 else None
+    if "lightning" in words and "qwen" in words:  # a schedule that does not follow the size and ends at 0
+        schedule = ["shift=3", "shift_terminal=0"]
+        return {"sampler_settings": schedule, "num_inference_steps": steps or 4, "guidance_scale": 1.0}
     if "lightning" in words:
         return {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": steps or 4, "guidance_scale": 1.0}
     if "hyper" in words and ("hyper-sd" in words or "step" in words):

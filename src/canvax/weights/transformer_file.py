@@ -53,7 +53,8 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
             "model", f"is the transformer of {family.title} alone", cure=f"add {' and '.join(missing)}", value=name
         )
     arrays = [replace(entry, name=bare_name(entry.name)) for entry in entries]
-    arrays = [array for array in arrays if not array.name.startswith(layout.unused)]
+    marks = {array.name: array.shape for array in arrays if array.name.startswith(layout.unused)}
+    arrays = [array for array in arrays if array.name not in marks]
     parts = {
         part: [replace(array, name=array.name.removeprefix(start)) for array in arrays if array.name.startswith(start)]
         for part, (start, _) in layout.inside.items()
@@ -62,7 +63,8 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     parts["transformer"] = [array for array in arrays if not array.name.startswith(starts)]
     try:
         named = Names(family.names).to_internal(parts["transformer"])
-        config = layout.config({array.name: array.shape for array in named})
+        config = layout.config({**marks, **{array.name: array.shape for array in named}})
+        config |= layout.named(path.stem) if layout.named else {}
         inside = {
             part: config_of({array.name: array.shape for array in parts[part]})
             for part, (_, config_of) in layout.inside.items()
