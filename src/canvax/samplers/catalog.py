@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
@@ -40,6 +40,20 @@ class Scheduler:
     spec: SamplerSpec
     options: SamplerOptions
     config: Mapping[str, Any]
+
+    def trained_with(self, changes: Mapping[str, Any]) -> Scheduler:
+        """Return the scheduler with other fields of its config; what they do not change stays as the family made it.
+
+        Raises:
+            InputError: a field or its value is not supported.
+        """
+        if not changes:
+            return self
+        before, after = (from_scheduler_config({**self.config, **more}) for more in ({}, changes))
+        names = [field.name for field in fields(NoiseSchedule)]
+        pairs = {name: (getattr(before.schedule, name), getattr(after.schedule, name)) for name in names}
+        schedule = {name: new for name, (old, new) in pairs.items() if not np.array_equal(old, new)}
+        return replace(after, schedule=replace(self.schedule, **schedule))
 
 
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
