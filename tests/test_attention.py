@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import canvax
 from canvax.compile import cache, key
 from canvax.kernels import gpu
-from canvax.kernels.attention import attention, plain_attention, using
+from canvax.kernels.attention import attention, keep, plain_attention, using
+from canvax.kernels.outline import keeping
 from canvax.kernels.target import compiling_for
 from canvax.kernels.tpu import key_block
 from canvax.models.dit import attend_in_order
@@ -199,6 +200,53 @@ def test_a_form_of_ones_own(emoji: canvax.Pipeline, tmp_path: Path, monkeypatch:
             layer = layer[name]
         assert "to_q" in layer
     assert {"text_encoder.layers.0"} <= set(seen)
+
+
+def test_a_compiled_function_notices_another_form(emoji: canvax.Pipeline) -> None:
+    """One that was compiled before is traced again within, and is the first one afterwards."""
+    latents, text = jnp.ones((1, 8, 8, 32)), emoji.encode("a cat")
+    run = jax.jit(lambda params: emoji.denoiser(latents, 500.0, text, params=params))
+    plain = run(emoji.params)
+    with using(lambda q, k, v, *, where, **terms: jnp.zeros_like(q)):
+        assert jnp.abs(run(emoji.params) - plain).max() > 1e-3
+    np.testing.assert_array_equal(run(emoji.params), plain)
+
+
+def mapped(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
+    """Attention that keeps its probabilities for the text."""
+    if where.endswith("attn2"):
+        scores = jnp.einsum("bqnd,bknd->bnqk", q, k) * terms["scale"]
+        keep(where, jax.nn.softmax(scores.astype(jnp.float32)))
+    return attention(q, k, v, **terms)
+
+
+def test_attention_maps_are_recorded(emoji: canvax.Pipeline) -> None:
+    """Of each row, layer and sample, in a jitted rollout, with recomputation too; they are those of the row alone."""
+    start = emoji.start(["a red apple", "a fox"], seed=[1, 2], num_inference_steps=3, guidance_scale=4.0)
+    rule = start.guidance, start.guidance_settings
+
+    def run(params: Any, columns: Any, remat: bool = False) -> Any:
+        reader = {"record": lambda seen: (seen.kept, seen.x), "remat": remat}
+        return canvax.rollout(emoji, params, *start[:3], columns, *rule, **reader)
+
+    columns = start.table.columns()
+    with using(mapped):
+        kept, x = jax.jit(run)(emoji.params, columns).record
+        slope = jax.grad(lambda p: sum(m.sum() for m in jax.tree.leaves(run(p, columns, True).record[0])))
+        assert jax.tree.leaves(jax.eval_shape(slope, emoji.params))
+        text = {name: jnp.concatenate([each[name] for each in start.conditions]) for name in start.conditions[0]}
+        with keeping() as alone:
+            emoji.denoiser(start.table.c_in[2] * jnp.concatenate([x[2], x[2]]), start.table.timestep[2], text)
+    assert kept.keys() == alone.keys()
+    assert len(kept) > 1
+    for name, maps in kept.items():
+        assert maps.shape[:2] == (3, 4)
+        np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-4)
+        np.testing.assert_allclose(maps[2, [0, 2, 1, 3]], alone[name], atol=1e-3)
+    assert canvax.rollout(emoji, emoji.params, *start, record=lambda seen: seen.kept).record == {}
+    with using(mapped):
+        images = emoji("a fox", seed=1, num_inference_steps=1, progress=False)  # where no one reads them
+    assert np.isfinite(images.latents).all()
 
 
 def unchanged(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:

@@ -63,6 +63,22 @@ def test_scripts(run: Any, name: str, images: int) -> None:
     assert len(run(name)) == images
 
 
+def test_a_picture_is_inverted(run: Any, here: Path) -> None:
+    """Drawn again from its noise it is the same picture; with another prompt the red apple becomes a green one."""
+    (path,) = run("invert.py")
+    row = np.asarray(Image.open(path), np.float64)
+    side = len(row)
+    drawn, decoded, again, *changed = row.reshape(side, -1, side, 3).swapaxes(0, 1)
+    assert -10 * np.log10(np.square((again - decoded) / 255).mean()) > 45
+    assert np.square((decoded - drawn) / 255).mean() < 0.02
+    middle = slice(side * 7 // 16, side * 11 // 16)
+    red, half, green, _ = (image[middle, middle].mean((0, 1)) for image in (again, *changed))
+    assert red[0] > 150 > 100 > red[1]
+    assert green[1] > 130 > green[0]
+    assert red[0] > half[0] > green[0]
+    assert min(image[:, : side // 32].mean() for image in (again, changed[1])) > 230
+
+
 @pytest.mark.weekly
 def test_many_prompts(run: Any, here: Path) -> None:
     (here / "prompts.txt").write_text("".join(f"a cat with {i} eyes\n" for i in range(10)), "utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,12 +23,13 @@ from canvax.guidance import (
     conditions_of,
     guide,
     guided,
+    memory_of,
     off,
     per_image,
     rule_of,
 )
 from canvax.models.denoiser import Facts
-from canvax.samplers import build_table
+from canvax.samplers import SLOTS, build_table
 
 rng = np.random.default_rng(0)
 SPREADS = np.array([0.5, 4.0]).reshape(2, 1, 1, 1) * np.array([1.0, 0.2, 3.0])  # of images, and of channels
@@ -76,14 +78,18 @@ def test_a_row_without_guidance_is_as_if_it_were_alone(method: Any, perturbs: bo
     row |= {"timestep": np.full(2, 500, np.float32)} | {name: np.ones(2, np.float32) for name in columns_of(rule)}
     row |= {"guidance pag_adaptive_scale": np.full(2, 0.001, np.float32)}
     x = jnp.asarray(CONDITIONAL)
-    together = guided(rule, x, jnp.asarray(outputs), row)
-    want = guided(off(rule), x, jnp.asarray(outputs[:, 1:]), row)
+    memory = jnp.ones((2, memory_of(rule), *x.shape[1:]))
+    together, kept = guided(rule, x, jnp.asarray(outputs), row, memory)
+    want, _ = guided(off(rule), x, jnp.asarray(outputs[:, 1:]), row, memory)
+    np.testing.assert_array_equal(kept[0], memory[0])
+    assert method != "apg" or np.abs(kept[1] - memory[1]).max() > 1e-2
     np.testing.assert_array_equal(together[0], want[0])
     assert np.abs(together[1] - want[1]).max() > 1e-2
 
 
 KINDS: list[dict[str, Any]] = [
     {"guidance_method": "apg", "guidance_settings": {"eta": 0.5, "norm": 3.0}},
+    {"guidance_method": "apg", "guidance_settings": {"norm": 0, "momentum": -0.5}},
     {"guidance_method": "cfg_zero", "guidance_settings": {"zero_steps": 1}},
     {"pag_scale": 2.0, "pag_adaptive_scale": 0.001},
 ]
@@ -121,6 +127,20 @@ def test_numbers_of_a_kind_compile_nothing(kind: dict[str, Any], emoji: canvax.P
     assert np.abs(draw(emoji, **kind | other).latents - first.latents).max() > 1e-4
 
 
+def test_momentum_is_of_each_image(emoji: canvax.Pipeline) -> None:
+    """In a batch of images with other prompts, in parts of the run with and without guidance, and in a rollout."""
+    call: dict[str, Any] = {"num_inference_steps": 5, "guidance_scale": 5.0, "guidance_method": "apg"}
+    call |= {"guidance_settings": {"norm": 0, "momentum": -0.75}, "guidance_steps": [5.0, 3.0, 1.0, 5.0, 4.0]}
+    together = emoji(["a fox", "a hen"], seed=[1, 2], progress=False, **call).latents
+    alone = emoji("a hen", seed=2, progress=False, **call).latents
+    np.testing.assert_allclose(together[1:], alone, atol=1e-4)
+    start = emoji.start("a hen", seed=2, **call)
+    run = canvax.rollout(emoji, emoji.params, *start, record=lambda seen: (seen.state, seen.denoised))
+    np.testing.assert_allclose(run.latents, alone, atol=1e-4)
+    without = emoji("a hen", seed=2, progress=False, **call | {"guidance_settings": {"norm": 0}}).latents
+    assert np.abs(alone - without).max() > 1e-2
+
+
 def test_apg_can_be_ordinary_guidance(emoji: canvax.Pipeline) -> None:
     want = draw(emoji).latents
     kind: dict[str, Any] = {"guidance_method": "apg", "guidance_settings": {"eta": 1, "norm": 0}}
@@ -148,7 +168,7 @@ def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.Pipe
         ({"guidance_settings": {"norm": 1}}, "'norm', which cfg does not"),
         (
             {"guidance_method": "apg", "guidance_settings": {"mimic": 1}},
-            "'mimic', which apg does not have; it has eta, norm",
+            "'mimic', which apg does not have; it has eta, norm, momentum",
         ),
         ({"guidance_method": "apg", "guidance_settings": {"norm": -1}}, "norm=-1"),
         ({"guidance_method": "apg", "guidance_settings": {"norm": "x"}}, "norm='x', which is not"),
@@ -189,6 +209,84 @@ def test_a_rule_with_three_roles(emoji: canvax.Pipeline) -> None:
 
 
 @dataclass(frozen=True)
+class Smoothed:
+    """A difference averaged over the rows, written as a user would."""
+
+    samples = NEGATIVE, PROMPT
+    columns: ClassVar[Any] = {"share": Number(0.3, 0.0, 1.0)}
+    memory = 2
+
+    def denoised(self, seen: Evaluated) -> Any:
+        share, conditional = per_image(seen.column("share")), seen.image(PROMPT)
+        average = share * seen.memory[:, 0] + (1 - share) * (conditional - seen.image(NEGATIVE))
+        guided = conditional + per_image(seen.column("guidance") - 1) * average
+        return guided, jnp.stack([average, seen.memory[:, 1] + 1], axis=1)
+
+
+def test_a_rule_with_a_memory(emoji: canvax.Pipeline) -> None:
+    """The memory is zero before the run, and that of the row before in each row."""
+    call: dict[str, Any] = {"seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0, "sampler": "DPM++ 2M"}
+    start = emoji.start("a fox", guidance=Smoothed(), **call)
+    run = canvax.rollout(emoji, emoji.params, *start, record=lambda seen: seen.state[:, -2:])
+    states = np.asarray(run.record)
+    np.testing.assert_array_equal(states[:, 0, 1, 0, 0, 0], range(4))
+    assert not states[0].any()
+    assert states[1:, :, 0].any(axis=(1, 2, 3, 4)).all()
+    np.testing.assert_allclose(draw(emoji, guidance=Smoothed(), **call).latents, run.latents, atol=1e-4)
+    ordinary = draw(emoji, guidance=Smoothed(), guidance_settings={"share": 0}, **call)
+    np.testing.assert_allclose(ordinary.latents, draw(emoji, **call).latents, atol=1e-3)
+    assert np.abs(run.latents - ordinary.latents).max() > 1e-2
+    around = rule_of(Smoothed(), perturbs=True, parts=2)
+    assert memory_of(around) == memory_of(off(around)) == 2
+    np.testing.assert_array_equal(
+        draw(emoji, guidance=Smoothed(), guidance_steps=[1.0] * 4).latents, draw(emoji, guidance_scale=1.0).latents
+    )
+
+
+@pytest.mark.parametrize("sampler", ["DDIM", "Euler", "Euler a"])
+def test_cfg_pp(sampler: str, emoji: canvax.Pipeline) -> None:
+    """Chung et al. 2024, algorithm 2, in float64: the image is guided, the noise of the step is the unguided one."""
+    call: dict[str, Any] = {"seed": 1, "num_inference_steps": 5, "sampler": sampler, "negative_prompt": "a hen"}
+    draw(emoji, **call)
+    got = draw(emoji, guidance_method="cfg_pp", **call | {"guidance_scale": 0.7})
+    assert got.compilations == 0  # it is the program of ordinary guidance
+    assert got.metadata[0]["guidance_scale"] == 0.7
+    assert got.metadata[0]["options"]["guidance_method"] == "cfg_pp"
+    start = emoji.start("a fox", guidance_method="cfg_pp", guidance_scale=0.7, **call)
+    seen = canvax.rollout(emoji, emoji.params, *start, record=lambda seen: seen.transition).record
+    table = start.table
+    for row in range(len(table)):
+        x = np.asarray(seen[0][row, :, 0], np.float64)
+        negative, conditional = (
+            table.p[row] * x
+            + table.q[row] * np.asarray(emoji.denoiser(table.c_in[row] * x.astype(np.float32), table.timestep[row], c))
+            for c in start.conditions
+        )
+        image = negative + 0.7 * (conditional - negative)
+        noise = (x - table.alpha[row] * negative) / table.std[row]
+        a, c, fresh = table.M[row, 0, [0, SLOTS, SLOTS + 1]]
+        # A row of the sampler is w D + a std eps, of any eps with x = alpha D + std eps.
+        want = (c + a * table.alpha[row]) * image + a * table.std[row] * noise
+        if not fresh:
+            np.testing.assert_allclose(seen[1][row], want, atol=2e-4)
+    np.testing.assert_allclose(seen[1][-1], got.latents, atol=1e-4)
+    everywhere = draw(emoji, guidance_method="cfg_pp", **call | {"guidance_steps": [0.7] * 5})
+    np.testing.assert_array_equal(everywhere.latents, got.latents)
+    half = emoji.start("a fox", guidance_method="cfg_pp", guidance_interval=(0, 0.5), **call)
+    assert (half.table.guidance[3:] == 1).all()
+
+
+def test_where_cfg_pp_cannot_be_used(emoji: canvax.Pipeline) -> None:
+    """A sampler that remembers images; the usual scale of ordinary guidance. The usual lambda is used without one."""
+    for argument, changes in (("sampler", {"sampler": "DPM++ 2M", "guidance_scale": 0.5}), ("guidance_scale", {})):
+        with pytest.raises(canvax.InputError) as caught:
+            draw(emoji, guidance_method="cfg_pp", **{"sampler": "DDIM", **changes})
+        assert caught.value.argument == argument
+    image = emoji("a fox", guidance_method="cfg_pp", sampler="DDIM", num_inference_steps=1, seed=1, progress=False)
+    assert image.metadata[0]["guidance_scale"] == 0.6
+
+
+@dataclass(frozen=True)
 class Weaker:
     """Autoguidance (Karras et al. 2024): away from a weaker network, which is a role of its own."""
 
@@ -211,6 +309,30 @@ def test_a_role_of_a_network_of_ones_own(emoji: canvax.Pipeline) -> None:
     dataclasses.replace(networks, denoiser=known).check_roles(Weaker.samples)  # type: ignore[arg-type]
 
 
+def test_a_second_set_of_weights(emoji: canvax.Pipeline) -> None:
+    """The page's autoguidance is its formula, of two networks apart, for images of a batch; off, it is one network."""
+    page = (Path(__file__).parents[1] / "docs/guidance.md").read_text().partition("## Guidance by a weaker network")[2]
+    scope: dict[str, Any] = {"pipe": emoji, **globals()}
+    exec(page.partition("```python")[2].partition("```")[0].partition("both = ")[0], scope)
+    weights = {"strong": scope["strong"], "weak": scope["weak"]}
+    both = emoji.with_denoiser(scope["WithWeaker"](emoji.model.networks.denoiser), weights)
+    start = both.start(["a fox", "a hen"], seed=[1, 2], guidance_scale=2.0, guidance=scope["Autoguidance"](),
+                       num_inference_steps=3, sampler="DDIM")  # fmt: skip
+    run = canvax.rollout(both, both.params, *start, record=lambda seen: (seen.x, seen.denoised))
+    table = start.table
+    for row in range(3):
+        x, got = (array[row] for array in run.record)
+        strong, weak = (
+            table.p[row] * x
+            + table.q[row]
+            * emoji.denoiser(table.c_in[row] * x, table.timestep[row], start.conditions[1], params={"unet": weights[n]})
+            for n in ("strong", "weak")
+        )
+        np.testing.assert_allclose(got, weak + 2 * (strong - weak), atol=1e-3)
+    call: dict[str, Any] = {"guidance": scope["Autoguidance"](), "guidance_scale": 1.0}
+    np.testing.assert_allclose(draw(both, **call).latents, draw(emoji, guidance_scale=1.0).latents, atol=1e-4)
+
+
 def test_rules_around_a_rule_of_the_user() -> None:
     """AND needs the negative prompt though the rule does not, and perturbed attention adds to its image."""
     rule = rule_of(Weaker(), perturbs=True, parts=2)
@@ -225,7 +347,8 @@ def test_rules_around_a_rule_of_the_user() -> None:
     further = 2 * (first - perturbed)
     want = [total[0] + further[0], weak[1] + 3 * (total[1] - weak[1]) + further[1]]
     x = jnp.asarray(CONDITIONAL)
-    np.testing.assert_allclose(guided(rule, x, outputs, row), 0.9 * x - 0.5 * jnp.stack(want), atol=1e-5)
+    got, _ = guided(rule, x, outputs, row, x[:, None][:, :0])
+    np.testing.assert_allclose(got, 0.9 * x - 0.5 * jnp.stack(want), atol=1e-5)
 
 
 def test_conditions_of_roles() -> None:
@@ -257,6 +380,8 @@ def test_guidance_by_its_short_name(emoji: canvax.Pipeline) -> None:
         ({"columns": None}, {}),
         ({"denoised": lambda self: None}, {}),
         ({"__hash__": None}, {}),
+        ({"memory": -1}, {}),
+        ({"memory": True}, {}),
         ({}, {"strength": 11}),
         ({}, {"strength": [1, 2]}),
         ({}, {"weights": 1}),
@@ -278,6 +403,7 @@ def test_rules_that_are_refused(members: dict[str, Any], settings: dict[str, Any
         lambda negative, conditional, scale: conditional[..., :1],
         lambda negative, conditional, scale: 0.0,
         SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(2)),
+        SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(1), memory=1),
         SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(1) * seen.column("gone")),
     ],
 )

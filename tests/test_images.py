@@ -567,6 +567,16 @@ def test_a_graph_of_two_images(tmp_path: Path) -> None:
         of_another(tmp_path / "a.png", "ComfyUI", **{"13": OTHERS["ComfyUI"]["texts"]["prompt"]["3"]})
 
 
+def test_samplers_of_comfyui_with_cfg_pp(tmp_path: Path) -> None:
+    """The end of their names is a kind of guidance here."""
+    choice = {"class_type": "KSamplerSelect", "inputs": {"sampler_name": "euler_ancestral_cfg_pp"}}
+    name = "ComfyUI, of separate nodes"
+    read = of_another(tmp_path / "a.png", name, **{"4": choice})
+    assert find(read["sampler"])[0].name == "euler_a"
+    assert read["options"]["guidance_method"] == "cfg_pp"
+    assert "guidance_method" not in OTHERS[name]["read"]["options"]
+
+
 def test_what_is_left_of_other_programs() -> None:
     assert find(OTHERS["stable-diffusion.cpp"]["read"]["sampler"])[0].name == "dpmpp_2m"
     assert settings_left(OTHERS["A1111"]["read"]) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}

@@ -362,3 +362,18 @@ def test_evaluations_are_those_of_the_catalogue(spec: SamplerSpec) -> None:
     n = 20
     expected = {"n": n, "n + 1": n + 1, "n + 9": n + 9, "2n - 1": 2 * n - 1}[spec.evaluations]
     assert len(build_table(scheduler, n, sampler=spec.name)) == expected
+
+
+def test_a_schedule_that_a_training_changed() -> None:
+    """The fields of the record are taken; what the family made of the schedule, and what they do not name, stays."""
+    base = from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0})
+    base = replace(base, schedule=replace(base.schedule, even_times=True))
+    other = base.trained_with({"shift": 1.5})
+    assert (other.schedule.shift, other.schedule.even_times) == (1.5, True)
+    np.testing.assert_allclose(other.schedule.sigmas, base.schedule.with_shift(1.5).sigmas)
+    assert base.trained_with({}) is base
+    sized = base.trained_with({"use_dynamic_shifting": True})
+    assert sized.schedule.size_shift == "exponential"
+    assert sized.trained_with({"shift": 2.0}).schedule.size_shift == "exponential"
+    with pytest.raises(InputError):
+        base.trained_with({"shift": "much"})

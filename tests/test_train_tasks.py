@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import save_file
 from test_finetune import write_pictures
 
 import canvax
@@ -33,7 +34,7 @@ from canvax.call import ZERO_SNR, Load
 from canvax.cli import main
 from canvax.cli.arguments import parse
 from canvax.cli.train import _made, _training
-from canvax.errors import CanvaxError, HintWarning, InputError, warn
+from canvax.errors import CanvaxError, CheckpointError, HintWarning, InputError, warn
 from canvax.models.controlnet import ControlNet
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
@@ -46,7 +47,7 @@ from canvax.train import diffusion, dreambooth, low_rank, task
 from canvax.train.controlnet import CONTROL_PLAN, ControlNetTask, train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
-from canvax.train.finetune import FullFinetune
+from canvax.train.finetune import FullFinetune, finetune
 from canvax.train.log import TensorBoard
 from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
 from canvax.train.lora import LORA_PLAN, Lora, train_lora
@@ -214,6 +215,53 @@ def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) ->
     loaded = pipe.adapters.load("mine", whole)
     assert loaded.trigger_words == ["red"]
     assert (pipe("a red picture", seed=1, **QUIET).pixels != before).any()
+
+
+@pytest.mark.slow
+def test_a_lora_is_sampled_as_it_was_trained(model: Path, pictures: Path, tmp_path: Path) -> None:
+    """With the schedule that its training replaced, while it acts; what the caller says wins."""
+    loading = {"prediction_type": "v_prediction", "scheduler": ZERO_SNR}
+    asked = training(model, pictures, tmp_path / "run", loading=loading, times="logit-normal", gamma=5.0)
+    path = train_lora(asked, Lora(rank=2), one())
+    stated = json.loads(read_metadata(path)["canvax.training"])
+    assert stated == {"scheduler": {"prediction_type": "v_prediction", **ZERO_SNR}, "times": "logit-normal",
+                      "min_snr": 5.0, "size": 64, "steps": 4}  # fmt: skip
+    pipe, explicit = canvax.load(model, mesh=one()), canvax.load(model, mesh=one(), **loading)
+    before = pipe.model.scheduler
+    with pytest.warns(HintWarning, match="v_prediction"):
+        pipe.adapters.load("mine", path)
+    explicit.adapters.load("mine", path)  # and no warning
+    images = [each("a red picture", seed=1, **QUIET) for each in (pipe, explicit)]
+    np.testing.assert_array_equal(images[0].latents, images[1].latents)
+    assert pipe.start("a", seed=1).table.sha256 == explicit.start("a", seed=1).table.sha256
+    pipe.adapters.set({"mine": 0.0})
+    assert pipe.model.scheduler is before
+    pipe.adapters.set({"mine": 0.5})
+    assert pipe.model.scheduler.schedule.prediction_type == "v_prediction"
+    pipe.adapters.remove("mine")
+    assert pipe.model.scheduler is before
+    other = canvax.load(model, mesh=one(), prediction_type="epsilon")
+    with pytest.warns(HintWarning, match="zero_snr"):
+        other.adapters.load("mine", path)
+    assert other.model.scheduler.schedule.prediction_type == "epsilon"
+    assert other.model.scheduler.schedule.alphas_cumprod[-1] == 0
+    with pytest.warns(HintWarning, match="beside"):
+        pipe.adapters.load("mine", path, beside=True)
+    assert pipe.model.scheduler is before
+    for text in ("[]", "{", '{"scheduler": []}', '{"scheduler": {"prediction_type": "x"}}'):
+        arrays = {entry.name: entry.read() for entry in open_safetensors(path)}
+        save_file(arrays, tmp_path / "bad.safetensors", {**read_metadata(path), "canvax.training": text})
+        with pytest.raises(CheckpointError):
+            canvax.load(model, mesh=one()).adapters.load("bad", tmp_path / "bad.safetensors")
+
+
+@pytest.mark.slow
+def test_a_model_is_sampled_as_it_was_trained(model: Path, pictures: Path, tmp_path: Path) -> None:
+    loading = {"prediction_type": "v_prediction", "scheduler": ZERO_SNR}
+    path = finetune(training(model, pictures, tmp_path / "run", loading=loading), one())
+    assert path is not None
+    want, got = (each.start("a", seed=1).table for each in (canvax.load(model, **loading), canvax.load(path)))
+    assert want.sha256 == got.sha256 != canvax.load(model).start("a", seed=1).table.sha256
 
 
 @pytest.mark.slow

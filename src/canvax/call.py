@@ -20,7 +20,7 @@ from canvax.errors import InputError, check_function, nearest
 from canvax.settings import check_all, check_once, declared, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
-GuidanceMethod = Literal["cfg", "cfg_norm", "cfg_zero", "apg"]
+GuidanceMethod = Literal["cfg", "cfg_pp", "cfg_norm", "cfg_zero", "apg"]
 
 
 class GuidanceRule(Protocol):
@@ -421,9 +421,9 @@ class OptionRecord:
         "twice the work", low=1, high=MOST_GUIDANCE, cure="4 is usual", group=SAMPLING, per_image=True,
     )  # fmt: skip
     guidance_method: GuidanceFunction | GuidanceMethod | None = setting(
-        None, "kind of guidance, each a program: cfg, cfg_norm, cfg_zero or apg; in Python also a function or a rule; "
-        "see docs/guidance.md", unset="cfg, of Qwen-Image 1 cfg_norm", group=SAMPLING, metavar="KIND",
-        hint_without=("guidance",), read=read_guidance_method,
+        None, "kind of guidance: cfg, cfg_pp (its scale is 0..2), cfg_norm, cfg_zero or apg; in Python also a "
+        "function or a rule; see docs/guidance.md", unset="cfg, of Qwen-Image 1 cfg_norm", group=SAMPLING,
+        metavar="KIND", hint_without=("guidance",), read=read_guidance_method,
     )  # fmt: skip
     guidance_settings: Mapping[str, Any] | Sequence[str] = setting(
         (), "a number of the kind of guidance, such as norm=2.5", group=SAMPLING, metavar="NAME=VALUE", repeats=True,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from canvax.guidance import PLAIN, Guidance, conditions_of, guided, per_image
 from canvax.models.beside import ADAPTERS, Places, with_adapters
@@ -58,7 +59,7 @@ class InFlight(NamedTuple):
     Latents [B, h, w, C] have the layout of the denoiser's ``canvax.models.denoiser.Packing``.
 
     Attributes:
-        state: [B, K, h, w, C] float32; slot 0 is x.
+        state: [B, K + n, h, w, C] float32; slot 0 is x, and the last n are the memory of the rule of guidance.
         prompts: conditions of each evaluation: those of the prompt, or with guidance those of the negative prompt, the
             prompt and further prompts that are added.
         keys: threefry key words of each image [B, 2] uint32; step noise depends only on the key and the row.
@@ -135,13 +136,13 @@ def denoise(
         state, _, memory = carry
         row = {name: _at(column, i, axis=1) for name, column in inputs.rows.items()}
         shared = {name: _at(column, i, axis=0) for name, column in inputs.shared.items()}
-        denoised, memory = evaluated(
-            params, state[:, 0], memory, row, shared, denoiser=denoiser, guidance=guidance, prepared=prepared
+        denoised, kept, memory = evaluated(
+            params, state, memory, row, shared, denoiser=denoiser, guidance=guidance, prepared=prepared
         )
         if flight.known is not None:
             denoised = _blend_known(denoised, flight.known, row["progress"])
         noise = row_noise(flight.keys, row["row"], shared["noisy"], denoised)
-        return next_state(row["M"], state, denoised, noise), denoised, memory
+        return next_state(row["M"], state, denoised, noise, kept), denoised, memory
 
     with jax.named_scope("denoise"):
         first = flight.state, jnp.zeros_like(flight.state[:, 0]), inputs.memory
@@ -151,7 +152,7 @@ def denoise(
 
 def evaluated(
     params: Params,
-    x: Array,
+    state: Array,
     memory: Any,
     row: Rows,
     shared: Rows,
@@ -159,12 +160,12 @@ def evaluated(
     denoiser: Denoiser,
     guidance: Guidance,
     prepared: Any,
-) -> tuple[Array, Any]:
+) -> tuple[Array, Array, Any]:
     """Evaluate the network for all samples of the images in one row.
 
     Args:
         params: the denoiser's parameters.
-        x: noisy latents [B, h, w, C].
+        state: as in ``InFlight``.
         memory: the denoiser's memory.
         row: columns of the row of each image, [B, ...].
         shared: columns that are the same for all images.
@@ -173,13 +174,13 @@ def evaluated(
         prepared: the return value of ``Denoiser.prepare`` for the samples in the order of ``neighbours``.
 
     Returns:
-        D [B, h, w, C] float32, and the new memory.
+        D [B, h, w, C] float32, the new memory of the guidance [B, n, h, w, C], and that of the denoiser.
     """
-    count = len(guidance.samples)
+    count, x = len(guidance.samples), state[:, 0]
     seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (per_image(row["c_in"]) * x, dict(row)))
     output, memory = denoiser.apply(params, seen, {**rows, **shared}, prepared, memory)
     outputs = output.astype(jnp.float32).reshape(len(x), count, *x.shape[1:])
-    return guided(guidance, x, outputs, row), memory
+    return *guided(guidance, x, outputs, row, state[:, SLOTS:]), memory
 
 
 def row_noise(keys: Array, rows: Array, noisy: Array, latents: Array) -> Array:
@@ -206,11 +207,13 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
 def neighbours(samples: Sequence[Any]) -> Any:
     """Interleave n trees of arrays [B, ...] to one of [n B, ...].
 
-    The samples of an image are neighbours, so that splitting the batch over devices moves no data.
+    The samples of an image are neighbours, so that splitting the batch over devices moves no data. NumPy's arrays stay
+    so: a denoiser reads the roles of the samples while it is traced.
     """
 
-    def interleaved(*arrays: Array) -> Array:
-        return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+    def interleaved(*arrays: Any) -> Any:
+        stack = np.stack if all(isinstance(array, np.ndarray) for array in arrays) else jnp.stack
+        return stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
     return jax.tree.map(interleaved, *samples)
 
@@ -219,13 +222,16 @@ def _at(column: Array, i: Array, *, axis: int) -> Array:
     return jax.lax.dynamic_index_in_dim(column, i, axis=axis, keepdims=False)
 
 
-def next_state(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
-    """Compute ``M @ [state; D; noise]`` as multiply-adds in float32: a matmul might run in lower precision."""
+def next_state(m: Array, state: Array, denoised: Array, noise: Array, kept: Array) -> Array:
+    """Compute ``M @ [state; D; noise]`` as multiply-adds in float32: a matmul might run in lower precision.
+
+    ``kept`` [B, n, h, w, C] is the memory of the guidance, which follows the slots of the sampler.
+    """
     m = m[..., None, None, None]
     total = m[:, :, DENOISED] * denoised[:, None] + m[:, :, NOISE] * noise[:, None]
     for slot in range(SLOTS):
         total = total + m[:, :, slot] * state[:, None, slot]
-    return total
+    return jnp.concatenate([total, kept], axis=1) if kept.shape[1] else total
 
 
 def _blend_known(denoised: Array, known: Known, progress: Array) -> Array:

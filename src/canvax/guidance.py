@@ -74,12 +74,14 @@ class Evaluated:
         x: noisy latents [B, h, w, C] float32.
         outputs: outputs by role, in the order of the rule's samples, [B, h, w, C] float32 each.
         row: columns of the row, [B, ...] each: among them ``guidance``, the scale, and ``OF_ROW``.
+        memory: what the rule kept of the rows before, [B, n, h, w, C] float32, zeros at first; n is its ``memory``.
         further: addition of outer rules to the guided output; for a user's rule, they add it themselves.
     """
 
     x: Array
     outputs: Mapping[int, Sequence[Array]]
     row: Mapping[str, Array]
+    memory: Array
     further: Array | float = 0.0
 
     def output(self, role: int) -> Array:
@@ -117,8 +119,15 @@ class Evaluated:
         return self.row[own if own in self.row else name]
 
 
+Guided = Array | tuple[Array, Array]
+"""A denoised image [B, h, w, C], and of rules with a memory the new memory [B, n, h, w, C]."""
+
+
 class Guidance(Protocol):
-    """A rule of guidance. It is hashable and a part of the key of programs: its numbers are columns, not fields."""
+    """A rule of guidance. It is hashable and a part of the key of programs: its numbers are columns, not fields.
+
+    A rule may have ``memory``: the number n of arrays of latent size that it keeps of each image from row to row.
+    """
 
     @property
     def columns(self) -> Mapping[str, Number]:
@@ -134,8 +143,11 @@ class Guidance(Protocol):
         """
         ...
 
-    def denoised(self, seen: Evaluated) -> Array:
-        """Return one denoised image of the outputs for the samples [B, h, w, C]. It is traced into the program."""
+    def denoised(self, seen: Evaluated) -> Guided:
+        """Return one denoised image of the outputs for the samples [B, h, w, C]. It is traced into the program.
+
+        With ``memory`` return a pair: the image, and the new memory [B, n, h, w, C].
+        """
         ...
 
 
@@ -144,13 +156,19 @@ NO_NUMBERS: Mapping[str, Number] = {}
 
 @dataclass(frozen=True)
 class Alone:
-    """No guidance: the image is the prompt's."""
+    """No guidance: the image is the prompt's.
 
+    Attributes:
+        memory: of the rule in other rows of the run, which stays as it is.
+    """
+
+    memory: int = 0
     columns = NO_NUMBERS
     samples = (PROMPT,)
 
-    def denoised(self, seen: Evaluated) -> Array:
-        return seen.denoised(seen.output(PROMPT) + seen.further)
+    def denoised(self, seen: Evaluated) -> Guided:
+        image = seen.denoised(seen.output(PROMPT) + seen.further)
+        return (image, seen.memory) if self.memory else image
 
 
 @dataclass(frozen=True)
@@ -193,14 +211,19 @@ class CFGZero:
 
 @dataclass(frozen=True)
 class APG:
-    """``projected``."""
+    """``projected``, of the sum of the differences so far: d_i + momentum d_(i-1) + momentum^2 d_(i-2) + ..."""
 
-    columns = MappingProxyType({"eta": Number(0.0, -10.0, 10.0), "norm": Number(2.5, 0.0, 1e6)})
+    columns = MappingProxyType(
+        {"eta": Number(0.0, -10.0, 10.0), "norm": Number(2.5, 0.0, 1e6), "momentum": Number(0.0, -1.0, 1.0)}
+    )
     samples = (NEGATIVE, PROMPT)
+    memory = 1
 
-    def denoised(self, seen: Evaluated) -> Array:
+    def denoised(self, seen: Evaluated) -> Guided:
+        conditional = seen.image(PROMPT)
+        away = conditional - seen.image(NEGATIVE) + per_image(seen.column("momentum")) * seen.memory[:, 0]
         numbers = (seen.column(name) for name in ("guidance", "eta", "norm"))
-        return seen.moved(projected(seen.image(NEGATIVE), seen.image(PROMPT), *numbers))
+        return seen.moved(projected(away, conditional, *numbers)), away[:, None]
 
 
 @dataclass(frozen=True)
@@ -244,6 +267,9 @@ class Own:
         if not whole:
             problem = f"has samples={samples!r}, which is not a tuple of roles, whole numbers from 0 on"
             raise InputError("guidance_method", problem, cure="write (NEGATIVE, PROMPT)", value=self.rule)
+        if isinstance(kept := memory_of(self.rule), bool) or not isinstance(kept, int) or kept < 0:
+            problem = f"has memory={shown(kept)}, which is not a number of arrays"
+            raise InputError("guidance_method", problem, cure="write memory = 1", value=self.rule)
         if PROMPT not in samples or len({*samples}) < len(samples):
             problem = f"has samples={samples!r}, which are not different roles, PROMPT among them"
             raise InputError("guidance_method", problem, cure="write (NEGATIVE, PROMPT)", value=self.rule)
@@ -256,8 +282,18 @@ class Own:
     def samples(self) -> tuple[int, ...]:
         return self.rule.samples
 
-    def denoised(self, seen: Evaluated) -> Array:
-        return seen.moved(_checked(self.rule.denoised(replace(seen, further=0.0)), seen, self.rule))
+    @property
+    def memory(self) -> int:
+        return memory_of(self.rule)
+
+    def denoised(self, seen: Evaluated) -> Guided:
+        got: Any = self.rule.denoised(replace(seen, further=0.0))
+        if not self.memory:
+            return seen.moved(_checked(got, seen, self.rule))
+        if not isinstance(got, tuple) or len(got) != 2 or np.shape(got[1]) != seen.memory.shape:
+            problem = f"returned {shown(got)}, not an image and its memory {list(seen.memory.shape)}"
+            raise InputError("guidance_method", problem, cure="return image, memory", value=self.rule)
+        return seen.moved(_checked(got[0], seen, self.rule)), jnp.asarray(got[1], jnp.float32)
 
 
 def _checked(image: Any, seen: Evaluated, rule: Any) -> Array:
@@ -293,7 +329,11 @@ class Composed:
         others = (role for role in self.base.samples if role not in (NEGATIVE, PROMPT))
         return NEGATIVE, *(PROMPT,) * self.parts, *others
 
-    def denoised(self, seen: Evaluated) -> Array:
+    @property
+    def memory(self) -> int:
+        return memory_of(self.base)
+
+    def denoised(self, seen: Evaluated) -> Guided:
         prompts = jnp.stack(seen.outputs[PROMPT], axis=1)
         total = compose(seen.output(NEGATIVE), prompts, seen.column("weights"))
         return self.base.denoised(replace(seen, outputs={**seen.outputs, PROMPT: (total,)}))
@@ -317,7 +357,11 @@ class Perturbed:
     def samples(self) -> tuple[int, ...]:
         return *(role for role in self.base.samples if role != PERTURBED), PERTURBED
 
-    def denoised(self, seen: Evaluated) -> Array:
+    @property
+    def memory(self) -> int:
+        return memory_of(self.base)
+
+    def denoised(self, seen: Evaluated) -> Guided:
         falls = seen.column("pag_adaptive_scale") * (1000 - seen.column("timestep"))
         scale = jnp.maximum(seen.column("pag_scale") - falls, 0)
         further = per_image(scale) * (seen.output(PROMPT) - seen.output(PERTURBED))
@@ -326,8 +370,11 @@ class Perturbed:
 
 PLAIN = CFG()
 
-KINDS: Mapping[str, Guidance] = {"cfg": PLAIN, "cfg_norm": CFGNorm(), "cfg_zero": CFGZero(), "apg": APG()}
-"""The rules that have names."""
+KINDS: Mapping[str, Guidance] = {
+    "cfg": PLAIN, "cfg_pp": PLAIN, "cfg_norm": CFGNorm(), "cfg_zero": CFGZero(), "apg": APG()
+}  # fmt: skip
+"""The rules that have names. CFG++ is ordinary guidance at scales that the table has for it
+(``SamplerTable.guidance_of_lambda``), so both are one program."""
 
 _COLUMN = "guidance {}"
 """Names of the columns of a rule among those of the row, of whatever name they are."""
@@ -355,7 +402,12 @@ def off(rule: Guidance) -> Guidance:
 
     It reads the prompt alone, with the parts that do not depend on the scale: composed prompts, perturbed attention.
     """
-    return replace(rule, base=off(rule.base)) if isinstance(rule, Composed | Perturbed) else Alone()
+    return replace(rule, base=off(rule.base)) if isinstance(rule, Composed | Perturbed) else Alone(memory_of(rule))
+
+
+def memory_of(rule: Guidance) -> int:
+    """Return the number of arrays of latent size that a rule keeps of each image."""
+    return getattr(rule, "memory", 0)
 
 
 def reads_negative(rule: Guidance) -> bool:
@@ -383,20 +435,31 @@ def conditions_of(rule: Guidance, prompts: Sequence[Mapping[str, Any]], batch: i
     following, samples = iter(texts), []
     for role in rule.samples:
         prompt = prompts[0] if role == NEGATIVE else next(following) if role == PROMPT else texts[0]
-        samples.append({**prompt, "role": jnp.full(batch, role, jnp.int32)})
+        samples.append({**prompt, "role": np.full(batch, role, np.int32)})
     return samples
 
 
-def guided(rule: Guidance, x: Array, outputs: Array, row: Mapping[str, Array]) -> Array:
-    """Return D of the outputs for the samples of each image [B, n, h, w, C], in a row with the columns of the rule."""
+def guided(rule: Guidance, x: Array, outputs: Array, row: Mapping[str, Array], memory: Array) -> tuple[Array, Array]:
+    """Combine the outputs for the samples of each image [B, n, h, w, C], in a row with the columns of the rule.
+
+    Returns:
+        D [B, h, w, C], and the new memory of the rule [B, n, h, w, C].
+    """
     by_role: dict[int, list[Array]] = {}
     for i, role in enumerate(rule.samples):
         by_role.setdefault(role, []).append(outputs[:, i])
-    seen, alone = Evaluated(x, by_role, row), off(rule)
+    seen, alone = Evaluated(x, by_role, row, memory), off(rule)
+
+    def of(rule: Guidance) -> tuple[Array, Array]:
+        result: Any = rule.denoised(seen)
+        return result if memory_of(rule) else (result, memory)
+
     if alone == rule:
-        return rule.denoised(seen)
+        return of(rule)
     # Rows at scale OFF get the result of an image that is alone in its batch, which runs without guidance.
-    return jnp.where(per_image(row["guidance"]) == OFF, alone.denoised(seen), rule.denoised(seen))
+    without = per_image(row["guidance"]) == OFF
+    (image, _), (moved, kept) = of(alone), of(rule)
+    return jnp.where(without, image, moved), jnp.where(without[:, None], memory, kept)
 
 
 def guide(
@@ -443,13 +506,12 @@ def zero_star(unconditional: Array, conditional: Array, scale: Array, step: Arra
     return jnp.where(per_image(step) < per_image(zero_steps), 0.0, guided)
 
 
-def projected(unconditional: Array, conditional: Array, scale: Array, eta: Array, norm: Array) -> Array:
+def projected(away: Array, conditional: Array, scale: Array, eta: Array, norm: Array) -> Array:
     """Apply adaptive projected guidance (Sadat et al. 2024, section 4) to denoised images [B, h, w, C].
 
-    There is no momentum. The difference is cut to length ``norm`` (0: never). Its part parallel to the conditional
-    image, which saturates, is multiplied by ``eta``.
+    The difference ``away`` from the unconditional image is cut to length ``norm`` (0: never). Its part parallel to the
+    conditional image, which saturates, is multiplied by ``eta``.
     """
-    away = conditional - unconditional
     length = jnp.sqrt(_dot(away, away))
     away = away * jnp.where(per_image(norm) > 0, jnp.minimum(1.0, per_image(norm) / jnp.maximum(length, 1e-12)), 1.0)
     along = _dot(away, conditional) / jnp.maximum(_dot(conditional, conditional), 1e-12) * conditional

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,8 @@ import numpy as np
 
 from canvax.denoise import evaluated, neighbours, next_state, row_noise
 from canvax.errors import InputError, check_function
-from canvax.guidance import PLAIN, Alone, Guidance, conditions_of, filled_columns
+from canvax.guidance import PLAIN, Alone, Guidance, conditions_of, filled_columns, memory_of
+from canvax.kernels.outline import keeping
 from canvax.models.denoiser import Conditions
 from canvax.models.networks import Networks
 from canvax.params import Params
@@ -53,11 +55,13 @@ class Evaluation(NamedTuple):
 
     Attributes:
         row: columns of the row, numbers: among them ``timestep``, ``progress``, ``alpha`` and ``std``.
-        state: state of the sampler before the row [B, K, h, w, C]; slot 0 is x.
+        state: state of the sampler and of the guidance before the row [B, K + n, h, w, C]; slot 0 is x.
         denoised: D, after guidance [B, h, w, C].
         sample: x after the row [B, h, w, C].
         log_prob: [B] float32, natural logarithm of the density of ``sample`` after ``state``, summed over all numbers
             of an image; 0 in rows without noise. Its gradient is that of the mean: the sample is a constant.
+        kept: what code in the network gave to ``canvax.kernels.attention.keep``, by name. With guidance it has two
+            samples for each image, neighbours: the negative prompt's, then the prompt's.
     """
 
     row: Columns
@@ -65,6 +69,7 @@ class Evaluation(NamedTuple):
     denoised: Array
     sample: Array
     log_prob: Array
+    kept: Mapping[str, Any]
 
     @property
     def x(self) -> Array:
@@ -164,20 +169,22 @@ def rollout(
         state = state if recorded is None else recorded[0]
         each = {name: jnp.broadcast_to(number, (batch, *np.shape(number))) for name, number in row.items()}
         shared = {"noisy": (row["M"][:, NOISE] != 0).any()}
-        denoised, _ = evaluated(
-            weights, state[:, 0], None, each, shared, denoiser=denoiser, guidance=rule, prepared=prepared
-        )
+        with nullcontext({}) if record is None else keeping() as seen:
+            denoised, kept, _ = evaluated(
+                weights, state, None, each, shared, denoiser=denoiser, guidance=rule, prepared=prepared
+            )
         fresh = row_noise(words, each["row"], shared["noisy"], denoised)
-        after = next_state(each["M"], state, denoised, fresh)
+        after = next_state(each["M"], state, denoised, fresh, kept)
         if record is None:
             return after, None
-        mean = next_state(each["M"], state, denoised, jnp.zeros_like(denoised))[:, 0]
+        mean = next_state(each["M"], state, denoised, jnp.zeros_like(denoised), kept)[:, 0]
         drawn = after[:, 0] if recorded is None else recorded[1]
         log_prob = _log_prob(jax.lax.stop_gradient(drawn), mean, row["M"][0, NOISE])
         before, image, sample = (packing.unpack(array, height, width) for array in (state, denoised, drawn))
-        return after, record(Evaluation(row, before, image, sample, log_prob))
+        return after, record(Evaluation(row, before, image, sample, log_prob, seen))
 
-    first = jnp.zeros((batch, SLOTS, *packed.shape[1:]), jnp.float32).at[:, 0].set(scale * packed)
+    slots = SLOTS + memory_of(rule)
+    first = jnp.zeros((batch, slots, *packed.shape[1:]), jnp.float32).at[:, 0].set(scale * packed)
     if along is not None:
         along = (packing.pack(along[0]), packing.pack(along[1]))
         if along[0].shape[1:] != first.shape or len(along[0]) != len(columns["row"]):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from canvax.guidance import projected, zero_star
+from canvax.guidance import APG, guided, zero_star
 
 from .reference import nchw, relative_error
 
@@ -23,19 +23,28 @@ def torch_arrays() -> tuple[Any, Any]:
     return nchw(CONDITIONAL), nchw(UNCONDITIONAL)
 
 
-@pytest.mark.parametrize(("eta", "norm"), [(0.0, 2.5), (0.4, 15.0), (1.0, 0.0)])
-def test_projected(eta: float, norm: float) -> None:
-    from diffusers.guiders.adaptive_projected_guidance import normalized_guidance
+@pytest.mark.parametrize(
+    ("eta", "norm", "momentum"), [(0.0, 2.5, 0.0), (0.4, 15.0, -0.5), (1.0, 0.0, 0.9), (0.0, 2.5, -0.75)]
+)
+def test_apg(eta: float, norm: float, momentum: float) -> None:
+    """In three rows, as its guider is called in a run."""
+    from diffusers.guiders.adaptive_projected_guidance import MomentumBuffer, normalized_guidance
 
-    conditional, unconditional = torch_arrays()
-    want = [
-        normalized_guidance(conditional[i : i + 1], unconditional[i : i + 1], float(SCALE[i]) - 1, None, eta, norm,
-                            use_original_formulation=True)[0]
-        for i in range(2)
-    ]  # fmt: skip
-    numbers = (jnp.full(2, value) for value in (eta, norm))
-    got = projected(jnp.asarray(UNCONDITIONAL), jnp.asarray(CONDITIONAL), jnp.asarray(SCALE), *numbers)
-    np.testing.assert_allclose(got, np.moveaxis(torch.stack(want).numpy(), 1, -1), atol=1e-4)
+    buffers = [MomentumBuffer(momentum) for _ in range(2)]
+    numbers = {"eta": eta, "norm": norm, "momentum": momentum}
+    row: Any = {f"guidance {name}": jnp.full(2, value, jnp.float32) for name, value in numbers.items()}
+    row |= {"p": jnp.zeros(2), "q": jnp.ones(2), "guidance": jnp.asarray(SCALE)}
+    memory = jnp.zeros((2, 1, *CONDITIONAL.shape[1:]))
+    for share in (1.0, 0.7, 1.3):
+        conditional, unconditional = share * CONDITIONAL, UNCONDITIONAL
+        want = [
+            normalized_guidance(nchw(conditional[i : i + 1]), nchw(unconditional[i : i + 1]), float(SCALE[i]) - 1,
+                                buffers[i], eta, norm, use_original_formulation=True)[0]
+            for i in range(2)
+        ]  # fmt: skip
+        outputs = jnp.stack([jnp.asarray(unconditional), jnp.asarray(conditional, jnp.float32)], axis=1)
+        got, memory = guided(APG(), outputs[:, 0], outputs, row, memory)
+        np.testing.assert_allclose(got, np.moveaxis(torch.stack(want).numpy(), 1, -1), atol=1e-4)
 
 
 def test_zero_star() -> None:

@@ -211,6 +211,7 @@ def check_table(call: Call, scheduler: Scheduler | None) -> None:
         guidance=options.guidance_steps or 1.0,
         rescale=options.guidance_rescale,
         guidance_interval=options.guidance_interval,
+        unguided_noise=options.unguided_noise,
         settings=settings,
     )
 

@@ -26,7 +26,7 @@ from canvax.compile.at_once import at_once
 from canvax.compile.features import Features
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, Site
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
-from canvax.guidance import PROMPT, columns_of, off
+from canvax.guidance import PROMPT, columns_of, memory_of, off
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.beside import ADAPTERS
 from canvax.models.decode import decode_images, decode_packed
@@ -191,7 +191,7 @@ class Programs:
         prompts = (conditions,) * (guided + guidance.samples.count(PROMPT))
         image = jax.ShapeDtypeStruct(loop, jnp.float32)
         flight = InFlight(
-            jax.ShapeDtypeStruct((batch, SLOTS, *loop[1:]), jnp.float32),
+            jax.ShapeDtypeStruct((batch, SLOTS + memory_of(guidance), *loop[1:]), jnp.float32),
             prompts,
             jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
             Known(image, image, jax.ShapeDtypeStruct((batch,), jnp.bool_)) if kinds.of(Keeps) else None,

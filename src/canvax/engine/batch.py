@@ -108,6 +108,7 @@ def begun(
     known: Known | None = None,
     later: Mapping[int, Prompts] | None = None,
     columns: Sequence[Mapping[str, HostArray]] | None = None,
+    slots: int = SLOTS,
 ) -> Begun:
     """Return the state of images that begin, which ``Batch.begin`` takes.
 
@@ -125,6 +126,7 @@ def begun(
         known: what stays of images, [n, ...] each, for denoisers that were made for it; its mask is [n, h, w, 1].
         later: prompts that replace these from a row on; all images must then have the same table.
         columns: of each image, as in ``Run``.
+        slots: arrays of latent size in the state of each image: of the sampler, and of the rule of guidance.
     """
 
     def placed(array: HostArray) -> Array:
@@ -136,7 +138,7 @@ def begun(
         for table, columns_of_image in zip(tables, columns or [{}] * len(tables), strict=True)
     ]
     noise, images = packing.pack(noise), None if images is None else packing.pack(images)
-    state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
+    state = np.zeros((len(noise), slots, *noise.shape[1:]), np.float32)
     for i, table in enumerate(tables):
         scaled = np.float32(table.init_scale)
         state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])

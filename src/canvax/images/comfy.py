@@ -21,6 +21,8 @@ _CHANGES_NOTHING = {
 }  # fmt: skip
 """Nodes that are read here, and those that only move data."""
 _WEIGHTS = re.compile(r"\.(?:safetensors|ckpt|pt|gguf|sft)$", re.IGNORECASE)
+_CFG_PP = "_cfg_pp"
+"""End of the names of samplers with CFG++."""
 _MOST_NODES = 10_000
 
 Node = Mapping[str, Any]
@@ -71,6 +73,8 @@ class _Graph:
             "height": self._value(latents, "height"),
         }
         options = {"prompt_syntax": "comfy", "noise": "torch"}  # ComfyUI draws noise as PyTorch does on a CPU
+        if isinstance(name := read["sampler"], str) and name.endswith(_CFG_PP):
+            read["sampler"], options["guidance_method"] = name.removesuffix(_CFG_PP), "cfg_pp"
         scheduler = self._value(sigmas, "scheduler")
         if scheduler is not None:
             options["sigmas"] = scheduler

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from canvax.kernels import cpu, gpu, tpu
 from canvax.kernels.matmul import matmul
+from canvax.kernels.outline import keep as keep
 from canvax.kernels.outline import where
 from canvax.kernels.target import on_each_device, target_platform, weight_shards
 from canvax.originals import replacing
@@ -23,6 +24,8 @@ Form = Callable[[Array, Array, Array, Array | None, Array | None], Array]
 and is never causal."""
 
 _replacement: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention", default=None)
+_traced_with = jax.make_user_context(None)
+"""The replacement as a part of JAX's trace context: functions of the user's that are compiled are traced again."""
 
 
 @contextmanager
@@ -45,7 +48,7 @@ def using(form: Callable[..., Array]) -> Iterator[None]:
     """
     token = _replacement.set(form)
     try:
-        with replacing(__name__, "using", form):
+        with replacing(__name__, "using", form), _traced_with(form):
             yield
     finally:
         _replacement.reset(token)

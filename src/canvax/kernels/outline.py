@@ -60,6 +60,30 @@ def scope(name: str) -> Iterator[None]:
         yield
 
 
+_KEPT: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def keeping() -> Iterator[dict[str, Any]]:
+    """Collect what ``keep`` gets in the context, by name."""
+    kept: dict[str, Any] = {}
+    token = _KEPT.set(kept)
+    try:
+        yield kept
+    finally:
+        _KEPT.reset(token)
+
+
+def keep(name: str, array: Any) -> None:
+    """Hand an array, or a tree of arrays, to ``record`` of ``canvax.rollout`` as ``Evaluation.kept[name]``.
+
+    It may be called in all code that is traced into the network, such as an attention of ``using``. Elsewhere it has no
+    effect. A second array of one name replaces the first.
+    """
+    if (kept := _KEPT.get()) is not None:
+        kept[name] = array
+
+
 def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
     """Keep a block a separate XLA computation, not inlined, on the CPU.
 
@@ -72,10 +96,15 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
     the block are marked inlineable, because they would inherit "false" otherwise.
     """
 
-    def inside(key: tuple[Mesh | None, Any], static: tuple[tuple[str, Any], ...], *arrays: Any) -> Result:
-        del key  # the mesh and replaced code decide the kernels: a trace for others must not be reused
+    def kept_beside(*arrays: Any, **static: Any) -> tuple[Result, dict[str, Any]]:
+        with keeping() as kept:
+            return function(*arrays, **static), kept
+
+    def inside(key: tuple[Mesh | None, Any, bool], static: tuple[tuple[str, Any], ...], *arrays: Any) -> Any:
+        # The mesh and replaced code decide the kernels: a trace for others must not be reused.
+        run = kept_beside if key[-1] else function
         with set_xla_metadata(inlineable="true"):  # for calls that JAX itself makes inside the block, e.g. for loops
-            return function(*arrays, **dict(static))
+            return run(*arrays, **dict(static))
 
     call = jax.jit(inside, static_argnums=(0, 1))
 
@@ -84,15 +113,17 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
         if where:
             with scope(where):
                 return block(*arrays, **static)
-        on_cpu = target_platform() == "cpu"
-        apart = partial(call, (target_mesh(), replaced()), tuple(static.items()))
-        compute = apart if on_cpu else partial(function, **static)
+        on_cpu, kept = target_platform() == "cpu", _KEPT.get()
+        apart = partial(call, (target_mesh(), replaced(), kept is not None), tuple(static.items()))
+        compute: Any = apart if on_cpu else partial(function if kept is None else kept_beside, **static)
         if _RECOMPUTED.get():
             compute = jax.checkpoint(compute)
-        if not on_cpu:
-            return compute(*arrays)
-        with set_xla_metadata(inlineable="false"):
-            return compute(*arrays)
+        with set_xla_metadata(inlineable="false") if on_cpu else nullcontext():
+            result = compute(*arrays)
+        if kept is None:
+            return result
+        kept.update(result[1])
+        return result[0]
 
     return block
 

@@ -36,8 +36,8 @@ from canvax.types import Array, DType, HostArray
 
 ROLES = ("NEGATIVE", "PROMPT", "PERTURBED")
 NEGATIVE, PROMPT, PERTURBED = range(3)
-"""Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32. A denoiser may know
-others (``Facts.roles``), for rules of guidance that name them."""
+"""Roles of the samples of an image, which a denoiser reads as the condition ``role``, an array of NumPy [B] int32. A
+denoiser may know others (``Facts.roles``), for rules of guidance that name them."""
 
 COLUMNS = "columns"
 """Condition of a network of tokens: the images' width in tokens, [B] int32."""
@@ -265,7 +265,7 @@ def evaluate(denoiser: Denoiser, p: Params, latents: Array, timestep: Array, con
     """
     packing, (batch, height, width, _) = denoiser.facts.packing, latents.shape
     sizes: dict[str, Any] = packing.sizes(batch, width)
-    sizes |= {} if "role" in conditions else {"role": jnp.full(batch, PROMPT, jnp.int32)}
+    sizes |= {} if "role" in conditions else {"role": np.full(batch, PROMPT, np.int32)}
     x = packing.pack(latents)
     prepared = denoiser.prepare(p, {**conditions, **sizes}, x.shape)
     output, _ = denoiser.apply(p, x, {"timestep": timestep}, prepared, None)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.errors import HintWarning, InputError, check_flag, nearest, shown, warn
+from canvax.errors import CheckpointError, HintWarning, InputError, check_flag, nearest, shown, warn
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.params import Params
@@ -31,7 +31,17 @@ from canvax.pipelines.texts import take_tags
 from canvax.types import HostArray
 from canvax.weights.embeddings import Embedding, check_token, read_embeddings
 from canvax.weights.location import Location
-from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, suggested, token_widths, trigger_words
+from canvax.weights.lora import (
+    RECORD,
+    TABLE,
+    Adapter,
+    Key,
+    read_adapter,
+    suggested,
+    token_widths,
+    trained_schedule,
+    trigger_words,
+)
 from canvax.weights.open import EMBEDDING_FILES, LORA_FILES, find_adapter
 
 MOST_NAME = 100
@@ -49,6 +59,7 @@ class LoadedAdapter:
         sha256: hash of the file.
         words: textual inversions in the same file.
         place: its slot beside the weights; None if it is merged.
+        schedule: fields of ``scheduler_config.json`` in which its training differs from its base model.
         source_keywords: arguments of ``load`` that describe the source, without the token.
         a1111_hash: see ``a1111_hash_of``.
     """
@@ -61,6 +72,7 @@ class LoadedAdapter:
     words: tuple[str, ...] = ()
     weights: Weights = field(default_factory=dict, repr=False)
     place: int | None = None
+    schedule: Mapping[str, Any] = field(default_factory=dict, repr=False)
     source_keywords: Mapping[str, Any] = field(default_factory=dict, repr=False)
     a1111_hash: str = field(default="", repr=False)
 
@@ -130,6 +142,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._loaded: dict[str, LoadedAdapter] = {}
         self._words: dict[str, _Word] = {}
         self._folder: Path | None = None
+        self._scheduler = pipe.model.scheduler
         self._merging = Merging(pipe.model.specs, pipe.mesh)
 
     def _handed_to(self, pipe: LoadedModel) -> Adapters:
@@ -137,7 +150,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         other = Adapters(pipe)
         other._loaded = {name: replace(adapter) for name, adapter in self._loaded.items()}
         other._words, other._folder, other._of_folder = dict(self._words), self._folder, dict(self._of_folder)
-        other._bank = self._bank and self._bank.copy()
+        other._bank, other._scheduler = self._bank and self._bank.copy(), self._scheduler
         self._merging.handed_to(other._merging)
         return other
 
@@ -231,6 +244,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             weights=parse_weight(weight, adapter),
             source_keywords=origin.keywords,
             a1111_hash=a1111_hash_of(path),
+            schedule=self._schedule_of(name, adapter, beside=beside),
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         tell_of_odd(name, loaded.weights)
@@ -270,6 +284,33 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 bank.put(slot, arrays)
                 packed_adapter.place = slot
             self._bank = bank
+
+    def _schedule_of(self, name: str, adapter: Adapter, *, beside: bool) -> dict[str, Any]:
+        """Return the fields of the scheduler that an adapter changes, with a word about them.
+
+        Raises:
+            CheckpointError: the record in its file is damaged, or has what is not supported.
+        """
+        fields = trained_schedule(adapter.path, adapter.metadata)
+        given = self._model.overrides
+        explicit = {*given.get("scheduler", {}), *given.keys()}
+        config = self._scheduler.config
+        fields = {key: value for key, value in fields.items() if key not in explicit and config.get(key) != value}
+        if not fields:
+            return {}
+        try:
+            self._scheduler.trained_with(fields)
+        except InputError as error:
+            raise CheckpointError(f"{adapter.path}: its {RECORD}: {error}") from None
+        settings = ", ".join(f"{key}={value!r:.40}" for key, value in fields.items())
+        if beside:
+            problem = f"was trained with {settings}, which has no effect beside the weights"
+            cure = "load it without beside=True, or the model with scheduler="
+        else:
+            problem = f"was trained with {settings}; the images are sampled so"
+            cure = "scheduler= and prediction_type= of canvax.load win"
+        warn(HintWarning(f"adapter {name!r} {problem}; {cure}"))
+        return fields
 
     def _put_beside(self, loaded: LoadedAdapter) -> None:
         """Put an adapter into a free place; the first adapter makes places of its rank."""
@@ -552,7 +593,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
             }
             tokenizers = {part: replace(tokenizer, added=added[part]) for part, tokenizer in tokenizers.items()}
         self._loaded, self._words = loaded, words
-        model = replace(self._model, tokenizers=tokenizers, merged=self._record())
+        schedule: dict[str, Any] = {}
+        for adapter in loaded.values():  # of several, the last
+            schedule |= adapter.schedule if adapter.place is None and adapter.acts else {}
+        scheduler = self._scheduler.trained_with(schedule)
+        model = replace(self._model, tokenizers=tokenizers, merged=self._record(), scheduler=scheduler)
         vars(self._pipe).update(model=model, params=params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:

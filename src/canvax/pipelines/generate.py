@@ -165,6 +165,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         end=options.denoising_end,
         skip=skip,
         guidance_interval=options.guidance_interval,
+        unguided_noise=options.unguided_noise,
         settings=settings,
     )
 

@@ -13,7 +13,7 @@ from canvax.errors import HintWarning
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
-from canvax.pipelines.request import InitImages, Request
+from canvax.pipelines.request import InitImages, Request, usual_guidance
 from canvax.prompts import words_of
 from canvax.samplers import find, spec_of
 from canvax.samplers.solvers import euler
@@ -121,7 +121,8 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     if request.embeds[0] is not None and request.embeds[1] is None and request.guided:
         for name in sorted(options.changed().keys() & {"prompt_syntax", "clip_skip"}):
             yield HintWarning(name, "acts on the negative prompt alone, since the prompt is encoded")
-    scale, usual = request.guidance, f"{model.defaults.guidance_scale:g} is usual"
+    scale, default = request.guidance, usual_guidance(options, model)
+    usual = f"{default:g} is usual"
     if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
         yield HintWarning(
             "guidance_scale", f"switches guidance off, as {request.guidance_off:g} does", cure=usual, value=scale
@@ -137,7 +138,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     if model.networks.denoiser.facts.flow_map and spec and spec.solver is not euler:
         problem = f"is {spec.label}, and {model.name} was distilled for the steps of Euler"
         yield HintWarning("sampler", problem, cure="leave it out, or take {sampler='flow_euler'}")
-    if options.guidance_steps and scale != model.defaults.guidance_scale:
+    if options.guidance_steps and scale != default:
         yield HintWarning("guidance_scale", "has no effect: guidance_steps replace it", value=scale)
     if _forgets(request.init_images):
         yield HintWarning(

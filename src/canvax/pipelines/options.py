@@ -66,6 +66,11 @@ class Options(OptionRecord):
         pag = {"pag_scale": self.pag_scale, "pag_adaptive_scale": self.pag_adaptive_scale}
         return pag | _by_name(self.guidance_settings)
 
+    @property
+    def unguided_noise(self) -> bool:
+        """True for CFG++, which is ordinary guidance with other scales."""
+        return self.guidance_method == "cfg_pp"
+
     def rule(self, usual: str, *, guided: bool = True, parts: int = 0) -> Guidance:
         """Return the rule of guidance of a call, for ``parts`` prompts that are added up; 0 for none.
 

@@ -117,6 +117,7 @@ def prepare(
         known=known,
         later=later,
         columns=columns_of(model, request, len(table), [name for name, _ in model.networks.controls if name in ready]),
+        slots=flight_of(ready).state.shape[1],
     )
     return Prepared(state, keep)
 

@@ -57,6 +57,10 @@ if TYPE_CHECKING:
     from canvax.pipelines.slots import Shares
 
 
+LAMBDA, LARGEST_LAMBDA = 0.6, 2.0
+"""Usual and largest guidance scale of CFG++; the paper has 0..1."""
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """A checked call; lists have an entry for each image.
@@ -117,7 +121,8 @@ class Request:
     @property
     def guided(self) -> bool:
         """True if the negative prompt has an effect: not for a single prompt at a guidance scale of 1 or less."""
-        return not self.embedded and (self.composed or max(self.scales) > OFF)
+        always = self.composed or self.options.unguided_noise
+        return not self.embedded and (always or max(self.scales) > OFF)
 
     @property
     def is_last_pass(self) -> bool:
@@ -135,7 +140,8 @@ class Request:
         """Guidance scales, where 1 is none: one for all steps, or one for each."""
         if self.options.true_cfg_scale != OFF:
             return (self.options.true_cfg_scale,)
-        return tuple(scale + (1 - self.guidance_off) for scale in self.options.guidance_steps or (self.guidance,))
+        added = 0 if self.options.unguided_noise else 1 - self.guidance_off
+        return tuple(scale + added for scale in self.options.guidance_steps or (self.guidance,))
 
     @property
     def composed(self) -> bool:
@@ -213,7 +219,7 @@ def make_request(model: Model, call: Call) -> Request:
         height=height,
         width=width,
         steps=steps,
-        guidance=check_guidance(call.guidance_scale, model.defaults.guidance_scale),
+        guidance=check_guidance(call.guidance_scale, usual_guidance(options, model)),
         sampler=sampler,
         latents=check_latents(call.latents, shape),
         shape=shape,
@@ -234,10 +240,19 @@ def make_request(model: Model, call: Call) -> Request:
     )
     check_composed(request, model)
     check_lengths(request)
+    if options.unguided_noise and not all(0 <= scale <= LARGEST_LAMBDA for scale in request.scales):
+        problem = f"is not in 0..{LARGEST_LAMBDA:g}, where that of guidance_method='cfg_pp' is"
+        cure = f"{LAMBDA:g} is usual"
+        raise InputError("guidance_scale", problem, cure=cure, value=options.guidance_steps or request.guidance)
     if request.latents is not None and (options.variation_strength or options.seed_size):
         raise conflict("latents", "variation_strength", "seed_size", why="the noise is given already")
     check_start(options, sampler, request.latents, model, image=init is not None)
     return request
+
+
+def usual_guidance(options: Options, model: Model) -> float:
+    """Return the guidance scale of calls that give none."""
+    return LAMBDA if options.unguided_noise else model.defaults.guidance_scale
 
 
 def _with_own_strength(options: Options, model: Model) -> Options:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
@@ -40,6 +40,20 @@ class Scheduler:
     spec: SamplerSpec
     options: SamplerOptions
     config: Mapping[str, Any]
+
+    def trained_with(self, changes: Mapping[str, Any]) -> Scheduler:
+        """Return the scheduler with other fields of its config; what they do not change stays as the family made it.
+
+        Raises:
+            InputError: a field or its value is not supported.
+        """
+        if not changes:
+            return self
+        before, after = (from_scheduler_config({**self.config, **more}) for more in ({}, changes))
+        names = [field.name for field in fields(NoiseSchedule)]
+        pairs = {name: (getattr(before.schedule, name), getattr(after.schedule, name)) for name in names}
+        schedule = {name: new for name, (old, new) in pairs.items() if not np.array_equal(old, new)}
+        return replace(after, schedule=replace(self.schedule, **schedule))
 
 
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
@@ -195,6 +209,7 @@ def build_table(
     end: float = 1.0,
     skip: int = 0,
     guidance_interval: Sequence[float] = (0.0, 1.0),
+    unguided_noise: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
     """Build the table of a run.
@@ -206,7 +221,7 @@ def build_table(
     which then gets its guidance here and takes no `eta`, `spacing`, `sigmas`, `settings`, `start` and `end`.
     spacing, sigmas (a curve, "automatic" for none, or a list of levels), eta: None keeps the value of config and name.
     guidance: a number, or one for each step. Outside of `guidance_interval`, fractions of the run like `start` and
-    `end`, it is 1 (Kynkaanniemi et al. 2024).
+    `end`, it is 1 (Kynkaanniemi et al. 2024). With `unguided_noise` it is the lambda of CFG++ instead.
     skip: steps to omit at the beginning, as in image to image; x then starts from `SamplerTable.noised` latents.
     settings: further fields of SamplerOptions, e.g. {"s_churn": 10} or {"timesteps": [999, 500, 250]}; for flow models
     also `shift`, or `mu`, the shift for the image size, and `shift_terminal`, whatever the sampler.
@@ -224,7 +239,7 @@ def build_table(
             raise InputError(
                 name, "has no effect on a sampler that is a table", cure="build the table with it", value=value
             )
-        return _guided(sampler, guidance, rescale, guidance_interval, scheduler.schedule)
+        return _guided(sampler, guidance, rescale, guidance_interval, scheduler.schedule, unguided_noise)
     settings = dict(settings or {})
     schedule = _schedule_for(scheduler.schedule, settings)
     train = schedule.num_train_timesteps
@@ -267,7 +282,7 @@ def build_table(
             ) from None
         if spec not in SAMPLERS:
             _check_table(table)
-        table = _guided(table, guidance, rescale, guidance_interval, schedule)
+        table = _guided(table, guidance, rescale, guidance_interval, schedule, unguided_noise)
         lo = max(skip, _steps_before(table, schedule, start) if start else 0)
         hi = _steps_before(table, schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi and skip >= hi:
@@ -388,6 +403,7 @@ def _guided(
     rescale: float,
     interval: Sequence[float],
     schedule: NoiseSchedule,
+    unguided_noise: bool,
 ) -> SamplerTable:
     """Set the guidance of a table, 1 outside of the interval."""
     low, high = interval if len(interval) == 2 else (1, 0)
@@ -398,7 +414,7 @@ def _guided(
             cure="give two fractions of the run, 0 <= a < b <= 1",
             value=interval,
         )
-    table = table.with_guidance(guidance, rescale)
+    table = table.with_guidance(guidance, rescale, unguided_noise=unguided_noise)
     if (low, high) == (0.0, 1.0):
         return table
     inside = ~_before(table, schedule, low)[table.step] if low else np.ones(len(table), bool)

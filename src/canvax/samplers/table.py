@@ -107,8 +107,17 @@ class SamplerTable:
             raise InputError(f"x0 and eps have shapes {shapes[0]} and {shapes[1]}; give arrays of one shape")
         return self.alpha[row] * x0 + self.std[row] * eps
 
-    def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
-        """Return the table with other guidance and rescale, each a number, or one for each step."""
+    def with_guidance(
+        self,
+        scale: float | Sequence[float],
+        rescale: float | Sequence[float] = 0.0,
+        *,
+        unguided_noise: bool = False,
+    ) -> SamplerTable:
+        """Return the table with other guidance and rescale, each a number, or one for each step.
+
+        ``unguided_noise``: the scale is the lambda of CFG++ (see ``guidance_of_lambda``).
+        """
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
         for name, value in (("guidance_steps", scale), ("guidance_rescale", rescale)):
@@ -124,7 +133,26 @@ class SamplerTable:
         each = [
             np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
         ]
+        if unguided_noise:
+            each[0] = each[0] * self.guidance_of_lambda()
         return replace(self, guidance=each[0], rescale=each[1])
+
+    def guidance_of_lambda(self) -> np.ndarray:
+        """Return the guidance scale of each row at lambda = 1 of CFG++ (Chung et al. 2024, algorithm 2), [R].
+
+        CFG++ takes the noise of a step from the unguided image: x' = w D + a (x - alpha D_u) with w = c + a alpha, in a
+        row x' = a x + c D. With D = D_u + lambda (D_c - D_u) that is the row itself at the scale lambda w / c.
+
+        Raises:
+            InputError: a row combines other images than its own, or does not move.
+        """
+        a, c = self.M[:, 0, 0], self.M[:, 0, DENOISED]
+        if self.M[:, 0, 1:SLOTS].any() or not c.all():
+            problem = "remembers earlier images, and guidance_method='cfg_pp' is for samplers without a memory"
+            raise InputError(
+                "sampler", problem, cure="use {sampler='ddim'}, 'euler', 'euler_a', 'ddpm', 'lcm' or 'tcd'"
+            )
+        return 1 + a * self.alpha / c
 
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
         """Return rows lo..hi. With lo > 0, x must start as `noised` latents, since `init_scale` is that of row 0."""

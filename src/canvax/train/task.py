@@ -103,6 +103,18 @@ class Training(TrainingRecord):
         load = Load(model=self.model, **self.loading)
         return {**load.keywords(LOCATION), "overrides": Overrides.of(**load.keywords(PARTS))}
 
+    def record(self, model: Model) -> dict[str, Any]:
+        """Return the settings that a result states: how it was trained, and under ``scheduler`` what is not its base's.
+
+        A result that is used with another base has its schedule and its prediction type, unless it changed them.
+        """
+        changed = {**model.overrides.get("scheduler", {})}
+        changed |= {name: value for name, value in model.overrides.items() if name == "prediction_type"}
+        fields = {name: value for name, value in changed.items() if not name.startswith("_")}
+        record = {"scheduler": fields, "times": self.times, "min_snr": self.gamma, "size": self.size}
+        record |= {"steps": self.plan.steps}
+        return {name: value for name, value in record.items() if value not in (None, {})}
+
 
 @dataclass(frozen=True)
 class Subject:

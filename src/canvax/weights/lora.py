@@ -36,11 +36,14 @@ _COMPONENTS = (
     ("text encoder 2", re.compile(r"(lora_te2_|te2_|text_encoder_2\.|clip_g)")),
     ("text encoder", re.compile(r"(lora_te1?_|te1?_|text_encoder\.|clip_l|text_model\.)")),
 )
+RECORD = "canvax.training"
+"""Key of a file's metadata: the settings of a training by canvax, as JSON."""
 _SHOWN = {
     "title": "modelspec.title", "author": "modelspec.author", "license": "modelspec.license",
     "made for": "modelspec.architecture", "base model": "ss_base_model_version", "trained on": "ss_sd_model_name",
     "trainer": "ss_network_module", "declared rank": "ss_network_dim", "declared alpha": "ss_network_alpha",
     "settings": "ss_network_args", "name of the trainer": "ss_output_name", "description": "modelspec.description",
+    "training": RECORD,
 }  # fmt: skip
 """Keys of a file's metadata (kohya's trainer; ModelSpec 1.0) that are displayed, and their labels."""
 
@@ -388,6 +391,21 @@ def adapter_info(path: Path) -> dict[str, Any]:
         "suggested": suggested(path.stem, metadata),
         "metadata": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
     }
+
+
+def trained_schedule(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of ``scheduler_config.json`` in which the training differs from its base model.
+
+    Raises:
+        CheckpointError: the record of the training is damaged.
+    """
+    try:
+        fields = json.loads(metadata.get(RECORD, "{}")).get("scheduler", {})
+        if isinstance(fields, dict):
+            return {name: value for name, value in fields.items() if not name.startswith("_")}
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise CheckpointError(f"{path}: its {RECORD} is not JSON of a table. Save it again.")
 
 
 def trigger_words(metadata: Mapping[str, str]) -> list[str]:
