@@ -132,6 +132,26 @@ class TrainingRecord:
         metavar="NAME", flags=("--times", "--timestep-sampling"),
     )  # fmt: skip
     fsdp: bool = setting(False, "split trained weights and moments over the devices")
+    buckets: bool = setting(
+        False, "train images of other shapes at sizes of the same area, instead of cropping them to squares",
+        flags=("--buckets", "--enable-bucket"),
+    )  # fmt: skip
+    bucket_step: int = setting(
+        64, "divisor of the sides of buckets", low=8, high=MAX_SIDE, error_without="buckets=True", metavar="PIXELS",
+        flags=("--bucket-step", "--bucket-reso-steps"),
+    )  # fmt: skip
+    bucket_min: int | None = setting(
+        None, "shortest side of a bucket", low=8, high=MAX_SIDE, error_without="buckets=True", unset="half of --size",
+        metavar="PIXELS", flags=("--bucket-min", "--min-bucket-reso"),
+    )  # fmt: skip
+    bucket_max: int | None = setting(
+        None, "longest side of a bucket", low=8, high=MAX_SIDE, error_without="buckets=True", unset="twice --size",
+        metavar="PIXELS", flags=("--bucket-max", "--max-bucket-reso"),
+    )  # fmt: skip
+    encoded: Any = setting(
+        None, "folder that keeps encoded images and texts, for several runs", metavar="FOLDER",
+        unset="encoded in the folder of the run",
+    )  # fmt: skip
 
 
 _TEXT: dict[str, Any] = {

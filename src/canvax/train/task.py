@@ -10,16 +10,19 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from canvax.call import LOCATION, PARTS, Load
-from canvax.errors import HintWarning, InputError, check_utf8, needs
+from canvax.errors import HintWarning, InputError, check_utf8, conflict, needs
 from canvax.families.base import Model
+from canvax.files import check_writable, named_path
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
 from canvax.parallel.memory import available_bytes, gigabytes
@@ -35,12 +38,16 @@ from canvax.quantize import check_kind
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.settings import check_all
 from canvax.train import settings
-from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
-from canvax.train.encoding import encode_captions, encode_pictures
+from canvax.train.buckets import bucket_sizes, describe_buckets, nearest_bucket
+from canvax.train.dataset import Dataset
+from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced
+from canvax.train.encoding import encode_captions
+from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, items_of
+from canvax.train.kept import Store
 from canvax.train.log import TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
+from canvax.train.pictures import MASK, PictureFolder, Size, check_apart, open_pictures, read_pictures
 from canvax.train.settings import TrainingRecord
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
@@ -83,6 +90,13 @@ class Training(TrainingRecord):
         times: distribution of the training times: "uniform"; "logit-normal" (Esser et al. 2024, section 3.1); or
             "shifted" as at inference, for flow models whose times depend on the image size.
         fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
+        buckets: train an image at the size of about ``size`` x ``size`` pixels that is nearest to its shape; all images
+            of an update have the same size.
+        bucket_step: divisor of the sides of buckets.
+        bucket_min: shortest side of a bucket, by default half of ``size``.
+        bucket_max: longest side of a bucket, by default twice ``size``.
+        encoded: folder of encoded images and texts, which are read again by the next run; by default ``encoded`` in
+            ``folder``.
     """
 
     plan: Plan = PLAN
@@ -97,6 +111,8 @@ class Training(TrainingRecord):
         self.source()
         if self.tensorboard is not None:
             check_board(self.tensorboard)
+        if self.encoded is not None:
+            check_writable("encoded", named_path("encoded", self.encoded))
 
     def source(self) -> dict[str, Any]:
         """Return the keywords of ``open_model`` that say where the model is and what its files do not say."""
@@ -237,40 +253,36 @@ def train(
     target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
-    inputs: list[tuple[int, Pictures, Pictures | None, bool]] = []
+    inputs: list[Inputs] = []
 
     def check(model: Model) -> None:  # before weights are downloaded
         inputs.append(_read_inputs(training, aim, subject, model))
 
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
     model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False, **training.source())
-    ((size, pictures, prior, masked),) = inputs
-    inputs.clear()
+    (given,) = inputs
     # All class images have one caption.
-    sets = [pictures.captions] if prior is None else [pictures.captions, prior.captions[:1]]
-    captions = [[[model.concepts.spelled(text) for text in texts] for texts in of_all] for of_all in sets]
-    lengths = _text_lengths(model, _texts(captions))
+    sets = [_spelled(model, items) for items in (given.items, given.prior[:1]) if items]
+    lengths = _text_lengths(model, _texts(sets))
     length = min(lengths)
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
-    decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest(), **_decisive(training, aim)}
-    if prior is not None:
-        decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
-    if masked:
+    decisive = {"size": given.size, "dtype": np.dtype(dtype).name, "pictures": digest(given.items)}
+    decisive |= _decisive(training, aim)
+    if given.prior:
+        decisive |= {"prior": digest(given.prior), "prior_weight": subject.prior_weight}
+    if given.masked:
         decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
+    count = sum(item.repeats for item in given.items)
     if (state := training.folder / aim.part / STATE).is_file():
-        check_same(state, plan, len(pictures), decisive)  # before anything is encoded
-    say(
-        f"{len(pictures)} pictures at {size} x {size}"
-        + (f", {pictures.masked} of them masked" if pictures.masked else "")
-        + _cropped(pictures)
-    )
+        check_same(state, plan, count, decisive)  # before anything is encoded
+    say(given.described())
     make_folder(training.folder)  # fails before an hour's work, not after
     if target.exists() and is_main_process(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
     unet, kept = model.networks.denoiser.component == "unet", None
     if not unet:  # the language model leaves the devices before the transformer comes
-        kept = _features(model, training, mesh, dtype, captions, lengths)
+        kept = _features(model, training, mesh, dtype, sets, lengths)
     # What is frozen would take in float32 the memory that gradients need.
     exact, opened = {"vae", *aim.exact(model)} if unet else set[str](), {"quantize": training.quantize, "mesh": mesh}
     opened |= training.source()
@@ -283,15 +295,12 @@ def train(
         params |= {name: frozen[name] for name in rest}
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     readers = model.tokenizers if kept is None else kept.readers
-    data, shared = _data(pictures, captions[0], readers, training, model, params, mesh, length, masked=masked)
-    if prior is not None:
-        shared["prior"], _ = _data(prior, captions[1], readers, training, model, params, mesh, length, masked=masked)
-    count, pictures, prior = len(pictures), None, None  # their pixels would stay in memory during the run
+    data, shared = _data(given, sets, readers, length, training, model, params, mesh, plan, say)
     shared["frozen"] = start.frozen
     loss = denoising_loss(
         model.text if kept is None else None,
         model.unet if unet else model.networks.denoiser,
-        _schedule(model, size, training.times),
+        _schedule(model, given.size, training.times),
         gamma=training.gamma,
         focus=(0.0, 1.0) if training.times == "logit-normal" else None,
         empty=training.empty,
@@ -336,6 +345,8 @@ def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     """Return settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
     same |= {"times": training.times} if training.times != "uniform" else {}  # files of earlier versions have none
+    if training.buckets:
+        same |= {name: getattr(training, name) for name in ("buckets", "bucket_step", "bucket_min", "bucket_max")}
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
 
@@ -444,32 +455,73 @@ def check_pictures(training: Training, subject: Subject) -> None:
     read_pictures(training.pictures, 8, caption_column=column, masked=masked, **options)
 
 
-def _read_inputs(
-    training: Training, aim: TrainingTask, subject: Subject, model: Model
-) -> tuple[int, Pictures, Pictures | None, bool]:
-    """Check the model; return the side of the images, the images, the class images, and whether there are masks."""
+@dataclass(frozen=True)
+class Inputs:
+    """The images of a training.
+
+    Attributes:
+        size: side of a square image.
+        items: the images.
+        prior: the class images.
+        masked: whether there are masks.
+    """
+
+    size: int
+    items: Sequence[Item]
+    prior: Sequence[Item]
+    masked: bool
+
+    def described(self) -> str:
+        """Return the line about the images before a run."""
+        masks, groups = sum(item.folder.masks for item in self.items[:1]), by_size(self.items)
+        text = f"{len(self.items)} pictures at {self.size} x {self.size}"
+        text += (f", {masks} of them masked" if masks else "") + cropped(self.items)
+        if groups.keys() != {(self.size, self.size)}:
+            text += f"; {describe_buckets(list(groups), [len(items) for items in groups.values()])}"
+            text += "; each has a program, which is compiled when its first batch comes"
+        return text
+
+
+def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model: Model) -> Inputs:
+    """Check the model; read headers and masks of the images."""
     _check_model(training, aim, model)
+    if subject.prior is not None and training.buckets:
+        raise conflict("prior", "buckets", why="images of the class are square")
     size = size_of(training, model)
-    pictures = _read(training.pictures, size, training, subject.captions, subject.control_column)
-    prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
-    return size, pictures, prior, _check_masks(training, [pictures] if prior is None else [pictures, prior])
+    square, fitted = (size, size), _buckets(training, size, model)
+    items = items_of(_read(training.pictures, training, subject.captions, subject.control_column), fitted)
+    prior = []
+    if subject.prior is not None:
+        prior = items_of(_read(subject.prior, training, (subject.prior_caption,), None), lambda _: square)
+    return Inputs(size, items, prior, check_masks([*items, *prior], training.unmasked_weight))
+
+
+def _buckets(training: Training, size: int, model: Model) -> Callable[[Size], Size]:
+    """Return the function that chooses the size of an image by its sides."""
+    if not training.buckets:
+        return lambda _: (size, size)
+    if training.bucket_step % (step := _size_step(model)):
+        raise InputError("bucket_step", f"must be divisible by {step}", value=training.bucket_step)
+    sizes = bucket_sizes(size, training.bucket_step, training.bucket_min, training.bucket_max)
+    return partial(nearest_bucket, sizes=sizes)
 
 
 def size_of(training: Training, model: Model) -> int:
     """Return the side of the images; raise InputError if the model does not support it."""
     size = training.size or model.native_size[0]
-    step = 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
-    if size % step:
+    if size % (step := _size_step(model)):
         raise InputError("size", f"must be divisible by {step}", value=size)
     return size
 
 
-def _read(
-    source: str | Path, size: int, training: Training, captions: Sequence[str], control_column: str | None
-) -> Pictures:
-    pictures = read_pictures(
+def _size_step(model: Model) -> int:
+    """Return the divisor of the sides of images."""
+    return 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
+
+
+def _read(source: str | Path, training: Training, captions: Sequence[str], control_column: str | None) -> PictureFolder:
+    pictures = open_pictures(
         source,
-        size,
         caption_column=training.caption_column,
         captions=captions,
         control_column=control_column,
@@ -480,50 +532,9 @@ def _read(
     return pictures
 
 
-def _cropped(pictures: Pictures) -> str:
-    """Return a clause on the images that lose a hundredth or more when they are cropped to a square."""
-    sides = pictures.frames[:, :2]
-    lost = 1 - sides.min(1) / sides.max(1)
-    count = int((lost >= 0.01).sum())
-    return f", {count} of them cropped by up to {lost.max():.0%}" if count else ""
-
-
-def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
-    """Return whether there are masks.
-
-    Raises:
-        InputError: a mask excludes a whole image, or ``unmasked_weight`` is set without masks.
-    """
-    weight = training.unmasked_weight
-    for pictures in sets:
-        if pictures.masks is None or weight:
-            continue
-        black = np.flatnonzero(pictures.masks.max((1, 2)) == 0)
-        if len(black):
-            raise InputError(
-                f"the mask of {pictures.rows[black[0]]['file_name']} is black all over what is kept of it, so that "
-                "nothing is learned of it; paint white what counts, leave it out, or give an unmasked weight of 0.1"
-            )
-    masked = any(pictures.masks is not None for pictures in sets)
-    if weight is not None and weight != 1 and not masked:
-        raise InputError(
-            "unmasked_weight",
-            "has no effect: no picture has a mask",
-            cure=f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
-            value=weight,
-        )
-    return masked
-
-
-def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
-    """Return weights of the latents' positions [N, h, w] float32: means of the mask's pixels, at least ``least``.
-
-    Without masks all weights are 1.
-    """
-    count, *shape = pictures.pixels.shape[:3]
-    masks = np.full((count, *shape), 255, np.uint8) if pictures.masks is None else pictures.masks
-    cells = masks.reshape(count, shape[0] // factor, factor, shape[1] // factor, factor)
-    return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
+def _spelled(model: Model, items: Iterable[Item]) -> Captions:
+    """Return the captions of images with the model's concepts spelled out."""
+    return [[model.concepts.spelled(text) for text in item.captions] for item in items]
 
 
 def _texts(sets: Iterable[Captions], *further: str) -> list[str]:
@@ -603,44 +614,29 @@ def _features(
 
 
 def _data(
-    pictures: Pictures,
-    captions: Captions,
+    given: Inputs,
+    sets: Sequence[Captions],
     readers: Mapping[str, Reader],
+    length: int,
     training: Training,
     model: Model,
     params: Params,
     mesh: Mesh,
-    length: int,
-    *,
-    masked: bool,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Encode all images, and return the samples and shared data of ``denoising_data``."""
-    forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
-    latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
-    control = None
-    if pictures.control is not None:
-        control = np.stack([pictures.control[:, :, form] for form in forms], axis=1)
-    mask = None
-    if masked:
-        weights = _mask(pictures, model.vae.factor, training.unmasked_weight or 0.0)
-        mask = np.stack([weights[:, :, form] for form in forms], axis=1)
-    time_ids = None
-    if model.networks.size_numbers:
-        size = pictures.pixels.shape[1:3]
-        time_ids = np.stack([_size_conditions(model, size, frame) for frame in pictures.frames])
-    return denoising_data(
-        readers,
-        np.stack(latents, axis=1),
-        captions,
-        length,
-        time_ids=time_ids,
-        control=control,
-        mask=mask,
-    )
-
-
-def _size_conditions(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarray:
-    """Return SDXL's size conditions of an image: original size, corner of the crop, target size."""
-    height, width, top, left = map(int, frame)
-    options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
-    return model.size_conditions(size[0], size[1], options)[0]["time_ids"]
+    plan: Plan,
+    say: Callable[[str], None],
+) -> tuple[Any, dict[str, Any]]:
+    """Encode all images, and return the samples and shared data of ``denoising_data``, or a ``Dataset`` of samples."""
+    store = Store(named_path("encoded", training.encoded or training.folder / "encoded"))
+    least = (training.unmasked_weight or 0.0) if given.masked else None
+    encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, say)
+    encoder.encode([*given.items, *given.prior])
+    groups = list(by_size(given.items).values())
+    parts = [encoder.samples(items, readers, _spelled(model, items), length) for items in groups]
+    data, shared = parts[0]
+    repeats = [[item.repeats for item in items] for items in groups]
+    if len(groups) > 1 or max(max(of_each) for of_each in repeats) > 1:
+        data = Dataset([samples for samples, _ in parts], plan.batches, mesh, plan.seed, repeats)
+    if given.prior:
+        prior, _ = encoder.samples(given.prior, readers, sets[1], length)
+        shared["prior"] = jax.tree.map(lambda leaf: leaf[:], prior)
+    return data, shared

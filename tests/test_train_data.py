@@ -1,0 +1,213 @@
+"""The images of a training: buckets of shapes, repeats, and what is kept on disk."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from canvax.parallel.mesh import make_mesh
+from canvax.train import task
+from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
+from canvax.train.dataset import Dataset
+from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
+from canvax.train.lora import Lora, train_lora
+from canvax.train.session import batch_indices
+from canvax.train.task import Training
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import SHALLOW_UNET, write_small_checkpoint
+from tests.support.small_sdxl import build as build_xl
+
+PLAN = Plan(steps=6, batch=2, chunk=2, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
+SHAPES = {"a": (96, 32), "b": (90, 30), "c": (32, 96), "d": (60, 60), "e": (64, 60)}
+"""Width and height of images."""
+
+
+def one() -> Any:
+    return make_mesh(jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd", unet=SHALLOW_UNET)
+
+
+def write_shapes(folder: Path, **shapes: tuple[int, int]) -> Path:
+    """Random images of these widths and heights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for name, (width, height) in (shapes or SHAPES).items():
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"picture {name}")
+    return folder
+
+
+def training(model: Path, pictures: Path, folder: Path, **more: Any) -> Training:
+    return Training(model, pictures, folder, **{"plan": PLAN, "size": 64, **more})
+
+
+BUCKETS: dict[str, Any] = {"buckets": True, "bucket_step": 16}
+
+
+# Buckets
+
+
+def test_sizes_of_buckets_are_those_of_kohya() -> None:
+    """``make_bucket_resolutions((512, 512), 256, 1024, 64)``, by hand."""
+    short_of = {512: 512, 576: 448, 640: 384, 704: 320, 768: 320, 832: 256, 896: 256, 960: 256, 1024: 256}
+    assert set(bucket_sizes(512)) == set(short_of.items()) | {pair[::-1] for pair in short_of.items()}
+    for size, step in ((1024, 64), (640, 32)):
+        sizes = bucket_sizes(size, step)
+        assert all(side % step == 0 for sides in sizes for side in sides)
+        assert all(0.75 * size**2 < math.prod(sides) <= size**2 for sides in sizes)
+    assert nearest_bucket((640, 384), bucket_sizes(512)) == (640, 384)
+    assert nearest_bucket((1000, 1100), bucket_sizes(512)) == (512, 512)
+    assert nearest_bucket((3000, 4000), bucket_sizes(512)) == (448, 576)
+    for limits in ({"least": 1024}, {"most": 256}, {"step": 1024}):
+        with refused("buckets"):
+            bucket_sizes(512, **limits)
+
+
+def test_all_samples_of_all_buckets_come_equally_often() -> None:
+    """Wherever a run is resumed; a bucket smaller than a batch waits until it fills one."""
+    counts, batch = [7, 1, 4], 4
+    updates = [bucket_of_update(3, update, batch, counts) for update in range(12 * len(counts))]
+    assert [bucket_of_update(3, update, batch, counts) for update in range(12 * len(counts))] == updates
+    assert all(earlier == sum(b == bucket for b, _ in updates[:i]) for i, (bucket, earlier) in enumerate(updates))
+    first = Counter(bucket for bucket, _ in updates[:12])  # four epochs of three updates
+    assert first == {0: 7, 1: 1, 2: 4}
+    assert [bucket for bucket, _ in updates] != [bucket_of_update(4, i, batch, counts)[0] for i in range(len(updates))]
+    # A single bucket has the order that it has without buckets.
+    assert [bucket_of_update(3, i, 4, [10]) for i in range(9)] == [(0, i) for i in range(9)]
+
+
+def parts() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [{"x": rng.standard_normal((count, size), np.float32)} for count, size in ((5, 3), (9, 2), (3, 4))]
+
+
+def bucket_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+    noise = jax.random.normal(key, samples["x"].shape)
+    return jnp.square(p["w"].mean() * jnp.float32(samples["x"].shape[1]) - samples["x"] - noise).mean(), {}
+
+
+def learn(folder: Path, plan: Plan = PLAN, mesh: Any = None, **more: Any) -> tuple[Any, bool]:
+    mesh = mesh or one()
+    data = Dataset(parts(), plan.batches, mesh, plan.seed)
+    return fit({"w": np.ones(64, np.float32)}, bucket_loss, data, len(data), plan, Session(folder, mesh=mesh, **more))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_killed_twice_with_buckets_is_bitwise_the_same(
+    tmp_path: Path, accumulate: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(PLAN, steps=9, accumulate=accumulate)
+    whole, finished = learn(tmp_path / "whole", plan)
+    assert finished
+    assert {f"compiling program {number}" in capsys.readouterr().err for number in (2,)} == {True}
+    for stop in (2, 5):
+
+        def die(step: int, values: Any, images: Any, stop: int = stop) -> None:
+            if step == stop + 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            learn(tmp_path / "parts", plan, log=die, save_every=0.0)
+    parted, finished = learn(tmp_path / "parts", plan)
+    assert finished
+    np.testing.assert_array_equal(parted["w"], whole["w"])
+    assert (tmp_path / "parts" / STATE).read_bytes() == (tmp_path / "whole" / STATE).read_bytes()
+    assert all("images_per_second" in line for line in read_log(tmp_path / "whole" / LOG))
+    losses = [[line["loss"] for line in read_log(tmp_path / run / LOG)] for run in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_eight_devices_learn_from_buckets_what_one_does(tmp_path: Path, fsdp: bool) -> None:
+    plan = replace(PLAN, batch=8)
+    alone, _ = learn(tmp_path / "1", plan)
+    shared, _ = learn(tmp_path / "8", plan, make_mesh(), fsdp=fsdp)
+    np.testing.assert_allclose(shared["w"], alone["w"], rtol=1e-5)
+
+
+def test_samples_repeat_as_often_as_they_should() -> None:
+    part = {"x": np.arange(3, dtype=np.float32)}
+    data = Dataset([part], (2,), one(), 0, [[1, 2, 5]])
+    assert len(data) == 8
+    for epoch in range(2):
+        seen = np.concatenate([data(4 * epoch + step)["x"] for step in range(4)])
+        assert Counter(seen.tolist()) == {0.0: 1, 1.0: 2, 2.0: 5}
+    for argument, more in {"repeats": {"repeats": [[1, 0, 1]]}, "batch": {"batch": (2,), "mesh": make_mesh()}}.items():
+        with refused(argument):
+            replace(data, **more)
+    np.testing.assert_array_equal(Dataset([part], (3,), one(), 5).chosen(1)[1], batch_indices(5, 1, 1, 3, 3)[0])
+
+
+def fitted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``train`` gives to ``fit``, which does nothing."""
+    got: dict[str, Any] = {}
+
+    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Any, session: Any, shared: Any) -> Any:
+        got.update(data=data, samples=samples, shared=shared, loss=loss, session=session)
+        return {}, False
+
+    monkeypatch.setattr(task, "fit", fit)
+    return got
+
+
+def test_images_in_their_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, crops and SDXL's conditions."""
+    got, words = fitted(monkeypatch), list[str]()
+    pictures = write_shapes(tmp_path / "p")
+    run = training(build_xl(tmp_path / "xl"), pictures, tmp_path / "run", **BUCKETS)
+    train_lora(run, Lora(rank=2), one(), say=words.append)
+    data = got["data"]
+    shapes = {part["latents"].shape[2:4]: part for part in data.parts}
+    factor = 64 // max(high for high, wide in shapes if high == wide)
+    assert {(high * factor, wide * factor): len(part["latents"]) for (high, wide), part in shapes.items()} == {
+        (32, 96): 2, (96, 32): 1, (64, 64): 2,
+    }  # fmt: skip
+    wide = shapes[32 // factor, 96 // factor]
+    np.testing.assert_array_equal(wide["time_ids"], [[32, 96, 0, 0, 32, 96], [30, 90, 0, 0, 32, 96]])
+    square = shapes[64 // factor, 64 // factor]
+    np.testing.assert_array_equal(square["time_ids"], [[60, 60, 0, 0, 64, 64], [60, 64, 0, 2, 64, 64]])
+    assert "3 buckets (width x height): 96 x 32 (2), 64 x 64 (2), 32 x 96 (1)" in words[0]
+    with refused("bucket_step"):
+        train_lora(replace(run, folder=tmp_path / "other", bucket_step=8), Lora(rank=2), one())
+
+
+@pytest.mark.slow
+def test_a_lora_in_buckets_killed_twice(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = write_shapes(tmp_path / "p")
+
+    def go(folder: str, stop: int | None = None) -> None:
+        real = Session
+
+        def made(*arguments: Any, **more: Any) -> Session:
+            def die(step: int, values: Any, images: Any) -> None:
+                if step == stop:
+                    raise KeyboardInterrupt
+
+            return real(*arguments, **more | {"log": die, "save_every": 0.0})
+
+        monkeypatch.setattr(task, "Session", made)
+        train_lora(training(model, pictures, tmp_path / folder, **BUCKETS), Lora(rank=2), one())
+
+    go("whole")
+    for stop in (3, 5):
+        with pytest.raises(KeyboardInterrupt):
+            go("parts", stop)
+    go("parts")
+    files = [(tmp_path / run / "pytorch_lora_weights.safetensors").read_bytes() for run in ("whole", "parts")]
+    assert [line["loss"] for line in read_log(tmp_path / "whole" / "lora" / LOG)] == [
+        line["loss"] for line in read_log(tmp_path / "parts" / "lora" / LOG)
+    ]
+    assert files[0].replace(b"whole", b"parts") == files[1]
