@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -14,19 +15,27 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from canvax.errors import InputError
+from canvax.models.clip import clip_encoders
 from canvax.parallel.mesh import make_mesh
-from canvax.train import task
+from canvax.samplers.schedule import NoiseSchedule, make_betas
+from canvax.train import diffusion, task
 from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
 from canvax.train.dataset import Dataset
+from canvax.train.diffusion import denoising_data, denoising_loss
+from canvax.train.inputs import Item, evened
 from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
 from canvax.train.lora import Lora, train_lora
+from canvax.train.pictures import open_pictures
 from canvax.train.session import batch_indices
-from canvax.train.task import Training
+from canvax.train.task import Subject, Training
+from canvax.weights.safetensors import read_metadata
 from tests.support.refusals import refused
-from tests.support.small_checkpoint import SHALLOW_UNET, write_small_checkpoint
+from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, UNET, write_small_checkpoint
 from tests.support.small_sdxl import build as build_xl
 
 PLAN = Plan(steps=6, batch=2, chunk=2, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
+SCHEDULE = NoiseSchedule.from_betas(make_betas("scaled_linear", 0.00085, 0.012, 1000), "v_prediction")
 SHAPES = {"a": (96, 32), "b": (90, 30), "c": (32, 96), "d": (60, 60), "e": (64, 60)}
 """Width and height of images."""
 
@@ -184,6 +193,78 @@ def test_images_in_their_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         train_lora(replace(run, folder=tmp_path / "other", bucket_step=8), Lora(rank=2), one())
 
 
+# Repeats and images of the class
+
+
+def test_repeats_and_captions_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    got, words = fitted(monkeypatch), list[str]()
+    write_shapes(tmp_path / "p" / "3_ink cat", a=(64, 64), b=(64, 64))
+    write_shapes(tmp_path / "p" / "1_ink", c=(64, 64))
+    (tmp_path / "p" / "3_ink cat" / "a.txt").unlink()
+    train_lora(training(model, tmp_path / "p", tmp_path / "run"), Lora(rank=2), one(), say=words.append)
+    assert got["samples"] == len(got["data"]) == 7
+    rows = [got["data"].chosen(step)[1] for step in range(7)]  # two epochs of batches of two
+    assert Counter(np.concatenate(rows).tolist()) == {0: 2, 1: 6, 2: 6}  # in the order of names
+    assert "1_ink 1 times, 3_ink cat 3 times" in words[0]
+    folder = open_pictures(tmp_path / "p")
+    assert [list(texts) for texts in folder.captions] == [["picture c"], ["ink cat"], ["picture b"]]
+    (tmp_path / "p" / "1_ink" / "c.txt").rename(tmp_path / "p" / "c.txt")
+    (tmp_path / "p" / "1_ink" / "c.png").rename(tmp_path / "p" / "d.png")
+    with pytest.raises(InputError, match=r"d\.png has no caption"):
+        open_pictures(tmp_path / "p")
+
+
+def test_images_of_the_class_come_as_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    got, words = fitted(monkeypatch), list[str]()
+    write_shapes(tmp_path / "p" / "5_ink", a=(96, 32), b=(64, 64))
+    write_shapes(tmp_path / "reg" / "1_cat", c=(96, 32), d=(64, 64), e=(60, 60))
+    more = {**BUCKETS, "regularisation": tmp_path / "reg", "regularisation_weight": 0.5}
+    run = training(model, tmp_path / "p", tmp_path / "run", **more)
+    train_lora(run, Lora(rank=2), one(), say=words.append)
+    data = got["data"]
+    assert len(data) == 20
+    weights = np.concatenate([part["weight"] for part in data.parts])
+    repeats = np.concatenate([np.asarray(of_each) for of_each in data.repeats])
+    assert sorted(zip(weights.tolist(), repeats.tolist(), strict=True)) == [(0.5, i) for i in (3, 3, 4)] + [(1, 5)] * 2
+    assert "3 of the class, 3 to 4 times each" in words[0]
+    few = [Item(open_pictures(tmp_path / "p"), 0, (1, 1), (1, 1), "", repeats=4)] * 5
+    assert [item.repeats for item in evened(few, 10)] == [4, 4, 4]
+    with refused("regularisation"):
+        train_lora(replace(run, regularisation=tmp_path / "none"), Lora(rank=2), one())
+    with refused("regularisation"):
+        run = replace(run, buckets=False, bucket_step=64, folder=tmp_path / "other")
+        task.train(run, Lora(rank=2), one(), subject=Subject(prior=tmp_path / "reg"))
+
+
+def test_a_weight_multiplies_the_loss_of_its_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion, "encode_text", lambda *_, **__: {})
+    monkeypatch.setattr(diffusion, "unet", lambda p, x, *_, **__: jnp.zeros_like(x))
+    latents = np.random.default_rng(0).standard_normal((4, 1, 8, 8, 4), np.float32)
+    reader = {"text_encoder": lambda texts, *, length: np.zeros((len(texts), length), np.int32)}
+
+    def loss(*weight: float) -> tuple[Any, Any]:
+        given = {"weight": np.array(weight, np.float32)} if weight else {}
+        samples, shared = denoising_data(reader, latents, [["a"]] * 4, 8, **given)
+        found = denoising_loss(clip_encoders(TEXT), UNET, SCHEDULE, gamma=None)
+        return found({"unet": {}}, *jax.tree.map(jnp.asarray, (samples, shared)), jax.random.key(0))
+
+    whole, logged = loss()
+    parts = [loss(*row)[0] for row in np.eye(4)]
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
+    np.testing.assert_allclose(loss(0, 0, 3, 0)[0], 3 * parts[2], rtol=1e-6)
+    assert loss(0, 0, 3, 0)[1]["mse"] == logged["mse"]
+
+
+def test_the_file_has_the_settings_of_its_run(tmp_path: Path) -> None:
+    run = training(
+        tmp_path, tmp_path, tmp_path, regularisation=str(tmp_path / "reg"), regularisation_weight=0.5, **BUCKETS
+    )
+    settings = json.loads(task.recorded(run)["canvax.training"])
+    wanted = {"steps": 6, "batch": 2, "learning_rate": 1e-3, "size": 64, "regularisation": "reg"}
+    assert settings | more | wanted == settings
+    assert not settings.keys() & {"empty", "gamma", "model", "pictures", "folder"}
+
+
 @pytest.mark.slow
 def test_a_lora_in_buckets_killed_twice(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = write_shapes(tmp_path / "p")
@@ -206,6 +287,10 @@ def test_a_lora_in_buckets_killed_twice(model: Path, tmp_path: Path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             go("parts", stop)
     go("parts")
+    assert (
+        read_metadata(tmp_path / "parts" / "pytorch_lora_weights.safetensors").items()
+        >= task.recorded(training(model, pictures, tmp_path, **BUCKETS)).items()
+    )
     files = [(tmp_path / run / "pytorch_lora_weights.safetensors").read_bytes() for run in ("whole", "parts")]
     assert [line["loss"] for line in read_log(tmp_path / "whole" / "lora" / LOG)] == [
         line["loss"] for line in read_log(tmp_path / "parts" / "lora" / LOG)

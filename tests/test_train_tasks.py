@@ -443,7 +443,8 @@ def test_files_of_a_word_on_the_way(tmp_path: Path) -> None:
     rows = {part: {"rows": np.ones((1, 4), np.float32)} for part in ("text_encoder", "text_encoder_2")}
     inversion = Inversion("<a>", "toy")
     unused: Any = None
-    inversion.save(task.numbered(inversion.files(tmp_path)[0], 500), unused, {}, rows, unused)
+    run = training(tmp_path, tmp_path, tmp_path)
+    inversion.save(task.numbered(inversion.files(tmp_path)[0], 500), unused, {}, rows, run)
     names = {"learned_embeds-000500.safetensors", "learned_embeds_2-000500.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
@@ -648,6 +649,11 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["dreambooth", "{p}", "-p", "sks", "--format", "kohya"], "--format"),
         (["lora", "{p}", "--checkpointing-steps", "0"], "--save-every"),
         (["lora", "{p}", "--preview-every", "5"], "--preview-every"),
+        (["lora", "{p}", "--bucket-step", "32"], "--bucket-step"),
+        (["lora", "{p}", "--buckets", "--bucket-max", "8"], "--buckets"),
+        (["lora", "{p}", "--regularisation", "nowhere"], "--regularisation"),
+        (["lora", "{p}", "--prior-loss-weight", "2"], "--regularisation-weight"),
+        (["dreambooth", "{p}", "-p", "sks", "--buckets", "--class-prompt", "a"], "--class-prompt"),
         (["lora", "{p}", "--save_every_n_epochs", "1"], "--save-every"),
         (["lora", "{p}", "--empty-captions", "1"], "--empty-captions"),
         (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight"),
@@ -680,6 +686,8 @@ def test_flags_make_the_records() -> None:
     words += ["--weight-decay", "0", "--accumulate", "4", "-s", "9", "--size", "64", "--caption-column", "words"]
     words += ["--flip", "--min-snr", "5", "--empty-captions", "0.2", "--unmasked-weight", "1", "--remat", "--dtype"]
     words += ["float32", "--preview", "a", "--preview", "b", "--preview-every", "2", "--save-every", "3"]
+    words += ["--enable-bucket", "--bucket-reso-steps", "32", "--min-bucket-reso", "48", "--bucket-max", "96"]
+    words += ["--encoded", "e", "--reg-data-dir", "c", "--prior-loss-weight", "0.5"]
     lora = ["--rank", "8", "--alpha", "2", "--layers", "all", "--text-encoder", "--text-lr", "1e-5", "--format"]
     lora += ["kohya", "--trigger", "w", "--title", "t", "--from", "f", "--save-dtype", "float16"]
     arguments = parse(["train", "lora", "images", "-o", "run", *words, *lora, "--quantize", "int8"])
@@ -690,7 +698,8 @@ def test_flags_make_the_records() -> None:
     assert _training(arguments) == Training(
         "m", "images", Path("run"), plan, size=64, caption_column="words", flip=True, gamma=5.0, empty=0.2,
         unmasked_weight=1.0, remat=True, dtype=np.dtype("float32"), quantize="int8", prompts=("a", "b"),
-        preview_steps=2, save_steps=3,
+        preview_steps=2, save_steps=3, buckets=True, bucket_step=32, bucket_min=48, bucket_max=96, encoded="e",
+        regularisation="c", regularisation_weight=0.5,
     )  # fmt: skip
     assert _made(Lora, arguments) == Lora(8, 2.0, "all", True, 1e-5, "kohya", "w", "t", "f", "float16")
     for name, usual in (("lora", LORA_PLAN), ("controlnet", CONTROL_PLAN), ("finetune", PLAN_OF_MODELS)):

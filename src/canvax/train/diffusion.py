@@ -89,6 +89,7 @@ def denoising_data(
     time_ids: HostArray | None = None,
     control: HostArray | None = None,
     mask: HostArray | None = None,
+    weight: HostArray | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs of ``denoising_loss``: the samples, and the data that all samples share.
 
@@ -104,9 +105,11 @@ def denoising_data(
         time_ids: SDXL's size conditions of each image [N, n].
         control: control images [N, V, H, W, 3] uint8.
         mask: weights of the error at each position of the latents [N, V, h, w].
+        weight: weights of the loss on each image [N].
     """
     texts = {name: read_captions(reader, captions, length) for name, reader in readers.items()}
     samples = {"latents": latents, "captions": texts, "time_ids": time_ids, "control": control, "mask": mask}
+    samples["weight"] = weight
     empty = {name: reader([""], length=length)[0] for name, reader in readers.items()}
     return {name: array for name, array in samples.items() if array is not None}, {"empty": empty}
 
@@ -121,6 +124,7 @@ class Draw(NamedTuple):
         times: timesteps int32 [B].
         noise: [B, h, w, C] float32.
         mask: weights of the error [B, h, w] float32; None if all positions count equally.
+        weight: weights of the loss on each image [B] float32; None if all images count equally.
     """
 
     x0: Array
@@ -129,6 +133,7 @@ class Draw(NamedTuple):
     times: Array
     noise: Array
     mask: Array | None = None
+    weight: Array | None = None
 
 
 def draw(
@@ -160,7 +165,7 @@ def draw(
     times = training_times(order_key, time_key, count, size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
     mask = _picked(samples["mask"], form).astype(jnp.float32) if "mask" in samples else None
-    drawn = Draw(x0, captions, conditions, times, noise, mask)
+    drawn = Draw(x0, captions, conditions, times, noise, mask, samples.get("weight"))
     if "prior" not in shared:
         return drawn
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
@@ -277,7 +282,7 @@ def _denoising_loss(
     objective: Objective,
 ) -> tuple[Array, dict[str, Array]]:
     levels, weights = tables
-    x0, captions, conditions, times, noise, mask = draw(
+    x0, captions, conditions, times, noise, mask, weight = draw(
         samples, shared, key, levels.size, focus=objective.focus, empty=objective.empty
     )
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
@@ -302,7 +307,8 @@ def _denoising_loss(
     else:
         output = _evaluated(p, noisy, timestep, encoded, objective.network, remat=objective.remat)
     errors = squared_error(output, target, mask)
-    weighted = (weights[times] * errors).reshape(-1, len(samples["latents"])).mean(1)
+    weighted = weights[times] * errors * (1.0 if weight is None else weight)
+    weighted = weighted.reshape(-1, len(samples["latents"])).mean(1)
     loss = weighted[0] if "prior" not in shared else weighted[0] + objective.prior * weighted[1]
     return loss, {"mse": errors.mean()}
 

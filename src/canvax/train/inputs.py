@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +85,20 @@ def items_of(folder: PictureFolder, fitted: Callable[[Size], Size], *, weight: f
     return items
 
 
+def evened(items: Sequence[Item], count: int) -> list[Item]:
+    """Return class images that come ``count`` times in an epoch, as in kohya's trainers.
+
+    They repeat more often, in turn, until they are as many; or the last ones are left out.
+    """
+    used, total = list[Item](), 0
+    for item in items:
+        if total < count:
+            used.append(item)
+            total += item.repeats
+    more, rest = divmod(max(count - total, 0), len(used))
+    return [replace(item, repeats=item.repeats + more + (i < rest)) for i, item in enumerate(used)]
+
+
 def digest(items: Iterable[Item]) -> str:
     """Return a short hash of images, captions, control images, masks, repeats and weights."""
     rows = [(item.content, item.beside, list(item.captions), item.repeats, item.weight) for item in items]
@@ -147,6 +161,7 @@ class Encoder:
         store: the folder of encoded images.
         forms: 2 to add the mirror image of each image, otherwise 1.
         least: weight of positions outside a mask; None without masks.
+        weighted: whether images have weights.
         say: called with messages about the progress.
     """
 
@@ -156,6 +171,7 @@ class Encoder:
     store: Store
     forms: int = 1
     least: float | None = None
+    weighted: bool = False
     say: Callable[[str], None] = lambda _: None
 
     @classmethod
@@ -172,7 +188,7 @@ class Encoder:
         """
         size, flips = items[0].size, range(self.forms)
         latents = self.store.rows(self._names(items), "latents")
-        control, mask, time_ids = None, None, None
+        control, mask, time_ids, weight = None, None, None, None
         if items[0].folder.control:
 
             def hints(row: int) -> HostArray:
@@ -185,12 +201,14 @@ class Encoder:
             mask = np.stack([weights[:, :, :: -1 if flip else 1] for flip in flips], axis=1)
         if self.model.networks.size_numbers:
             time_ids = np.stack([self._size_conditions(item) for item in items])
+        if self.weighted:
+            weight = np.array([item.weight for item in items], np.float32)
         room = (available_bytes() or 1 << 34) // 4
         arrays: dict[str, Any] = {
             name: array[:] if isinstance(array, Lazy) and array.nbytes < room else array
             for name, array in {"latents": latents, "control": control, "mask": mask, "time_ids": time_ids}.items()
         }
-        return denoising_data(readers, arrays.pop("latents"), captions, length, **arrays)
+        return denoising_data(readers, arrays.pop("latents"), captions, length, weight=weight, **arrays)
 
     def encode(self, items: Sequence[Item]) -> None:
         """Encode the images that the store lacks, a few at once."""

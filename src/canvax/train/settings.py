@@ -152,6 +152,14 @@ class TrainingRecord:
         None, "folder that keeps encoded images and texts, for several runs", metavar="FOLDER",
         unset="encoded in the folder of the run",
     )  # fmt: skip
+    regularisation: Any = setting(
+        None, "folder of captioned images of the class (prior preservation), as many as of the others in an epoch",
+        metavar="FOLDER", flags=("--regularisation", "--reg-data-dir"),
+    )  # fmt: skip
+    regularisation_weight: float = setting(
+        1.0, "weight of the loss on images of the class", low=0, high=10**6, above=True, cure="1 is usual",
+        error_without="regularisation='class'", flags=("--regularisation-weight", "--prior-loss-weight"),
+    )  # fmt: skip
 
 
 _TEXT: dict[str, Any] = {
@@ -310,6 +318,7 @@ PLAN: Mapping[str, Any] = {
 }  # fmt: skip
 """The usual plan for Stable Diffusion: AdamW with a constant learning rate."""
 _OF_LORA = {"learning_rate": 1e-4}
+_CLASS = ("regularisation", "regularisation_weight")
 
 TASKS: Mapping[str, Task] = {
     "finetune": Task(
@@ -329,20 +338,21 @@ TASKS: Mapping[str, Task] = {
         "Train on a few images of one thing, with a rare word for it, and on images that the model generates of its "
         "class. Trains the whole UNet, or with --lora a LoRA, by default at its learning rate, 1e-4.",
         "images of the thing; captions are not read", "the model is written to model/, or the LoRA to the folder",
-        (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=(),
+        (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=_CLASS,
     ),
     "textual-inversion": Task(
         "teach a model a new word",
         "Train only the vectors of a new word, on a few images of its meaning.",
         "images of what the word means; captions are not read", "the word is learned_embeds.safetensors",
         (InversionRecord, WordCaptions), {"steps": 5000, "learning_rate": 5e-4}, captioned=False,
+        without=("quantize", *_CLASS),
     ),
     "controlnet": Task(
         "train a ControlNet on pairs of images",
         "Train a copy of the UNet's down blocks to read control images. Rows of the table of captions name a "
         "control image for each image.",
         "images, control images and captions", "the network is written to controlnet/",
-        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", "preview_steps"),
+        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", "preview_steps", *_CLASS),
     ),
 }  # fmt: skip
 """The kinds of training by the name of their command."""

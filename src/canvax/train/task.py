@@ -6,6 +6,7 @@ here: opening the model, reading and encoding images, the loop, previews, and re
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -36,19 +37,19 @@ from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.settings import check_all
+from canvax.settings import check_all, declared
 from canvax.train import settings
 from canvax.train.buckets import bucket_sizes, describe_buckets, nearest_bucket
 from canvax.train.dataset import Dataset
 from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced
 from canvax.train.encoding import encode_captions
-from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, items_of
+from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, evened, items_of
 from canvax.train.kept import Store
 from canvax.train.log import TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, PictureFolder, Size, check_apart, open_pictures, read_pictures
-from canvax.train.settings import TrainingRecord
+from canvax.train.settings import PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -95,6 +96,9 @@ class Training(TrainingRecord):
         bucket_step: divisor of the sides of buckets.
         bucket_min: shortest side of a bucket, by default half of ``size``.
         bucket_max: longest side of a bucket, by default twice ``size``.
+        regularisation: folder of captioned class images, which keep the model from forgetting (prior preservation).
+            They come as often as the other images, as in kohya's trainers.
+        regularisation_weight: weight of the loss on class images.
         encoded: folder of encoded images and texts, which are read again by the next run; by default ``encoded`` in
             ``folder``.
     """
@@ -351,6 +355,18 @@ def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     return {**same, "model": str(training.model), **aim.facts}
 
 
+def recorded(training: Training) -> dict[str, str]:
+    """Return the settings of a run for the metadata of its result: the plan, and what differs from the defaults."""
+    values = {name: getattr(training.plan, name) for name in declared(PlanRecord)}
+    for name, field in declared(TrainingRecord).items():
+        value = getattr(training, name)
+        if name not in ("dtype", "encoded", "tensorboard", "fsdp", "prompts", "preview_steps", "save_steps") and (
+            value != field.default
+        ):
+            values[name] = Path(value).name if name == "regularisation" else value
+    return {"canvax.training": json.dumps(values, default=str, sort_keys=True)}
+
+
 def _schedule(model: Model, size: int, times: str) -> NoiseSchedule:
     """Return the schedule of the training times of square images."""
     schedule = model.scheduler.schedule
@@ -453,6 +469,8 @@ def check_pictures(training: Training, subject: Subject) -> None:
     options = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK
     read_pictures(training.pictures, 8, caption_column=column, masked=masked, **options)
+    if training.regularisation is not None:
+        _read(training.regularisation, training, (), None, "regularisation")
 
 
 @dataclass(frozen=True)
@@ -461,21 +479,29 @@ class Inputs:
 
     Attributes:
         size: side of a square image.
-        items: the images.
-        prior: the class images.
+        items: the images, with those of ``regularisation`` at the end.
+        prior: the class images of ``Subject``.
         masked: whether there are masks.
+        left_out: number of images of ``regularisation`` that are not used.
     """
 
     size: int
     items: Sequence[Item]
     prior: Sequence[Item]
     masked: bool
+    left_out: int = 0
 
     def described(self) -> str:
         """Return the line about the images before a run."""
-        masks, groups = sum(item.folder.masks for item in self.items[:1]), by_size(self.items)
-        text = f"{len(self.items)} pictures at {self.size} x {self.size}"
-        text += (f", {masks} of them masked" if masks else "") + cropped(self.items)
+        (first, *others), groups = list({item.folder: None for item in self.items}), by_size(self.items)
+        text = f"{len(first)} pictures at {self.size} x {self.size}"
+        text += (f", {first.masks} of them masked" if first.masks else "") + cropped(self.items)
+        text += "".join(f", {name} {repeats} times" for name, repeats in first.repeated.items())
+        for _ in others:
+            more = self.items[len(first) :]
+            counts = sorted({item.repeats for item in more})
+            text += f"; {len(more)} of the class, {' to '.join(map(str, counts[:1] + counts[1:][-1:]))} times each"
+            text += f", without {self.left_out} more, which would be too many" if self.left_out else ""
         if groups.keys() != {(self.size, self.size)}:
             text += f"; {describe_buckets(list(groups), [len(items) for items in groups.values()])}"
             text += "; each has a program, which is compiled when its first batch comes"
@@ -489,11 +515,18 @@ def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model:
         raise conflict("prior", "buckets", why="images of the class are square")
     size = size_of(training, model)
     square, fitted = (size, size), _buckets(training, size, model)
-    items = items_of(_read(training.pictures, training, subject.captions, subject.control_column), fitted)
+    items, left_out = items_of(_read(training.pictures, training, subject.captions, subject.control_column), fitted), 0
+    if training.regularisation is not None:
+        if subject.control_column is not None or subject.prior is not None:
+            name = "control_column" if subject.prior is None else "prior"
+            raise conflict("regularisation", name)
+        count, weight = sum(item.repeats for item in items), training.regularisation_weight
+        of_class = items_of(_read(training.regularisation, training, (), None, "regularisation"), fitted, weight=weight)
+        items, left_out = [*items, *(used := evened(of_class, count))], len(of_class) - len(used)
     prior = []
     if subject.prior is not None:
         prior = items_of(_read(subject.prior, training, (subject.prior_caption,), None), lambda _: square)
-    return Inputs(size, items, prior, check_masks([*items, *prior], training.unmasked_weight))
+    return Inputs(size, items, prior, check_masks([*items, *prior], training.unmasked_weight), left_out)
 
 
 def _buckets(training: Training, size: int, model: Model) -> Callable[[Size], Size]:
@@ -519,16 +552,18 @@ def _size_step(model: Model) -> int:
     return 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
 
 
-def _read(source: str | Path, training: Training, captions: Sequence[str], control_column: str | None) -> PictureFolder:
-    pictures = open_pictures(
-        source,
-        caption_column=training.caption_column,
-        captions=captions,
-        control_column=control_column,
-        masked=training.unmasked_weight != 1 and control_column != MASK,
-    ).split("train")
-    if not len(pictures):
-        raise InputError("pictures", "has no picture of the split 'train'", value=source)
+def _read(
+    source: str | Path, training: Training, captions: Sequence[str], control: str | None, name: str = "pictures"
+) -> PictureFolder:
+    column, masked = training.caption_column, training.unmasked_weight != 1 and control != MASK
+    try:
+        pictures = open_pictures(
+            source, caption_column=column, captions=captions, control_column=control, masked=masked
+        )
+    except InputError as error:
+        raise (error.about(name) if error.argument == "pictures" else error) from None
+    if not len(pictures := pictures.split("train")):
+        raise InputError(name, "has no picture of the split 'train'", value=source)
     return pictures
 
 
@@ -628,7 +663,8 @@ def _data(
     """Encode all images, and return the samples and shared data of ``denoising_data``, or a ``Dataset`` of samples."""
     store = Store(named_path("encoded", training.encoded or training.folder / "encoded"))
     least = (training.unmasked_weight or 0.0) if given.masked else None
-    encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, say)
+    weighted = training.regularisation is not None
+    encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, weighted, say)
     encoder.encode([*given.items, *given.prior])
     groups = list(by_size(given.items).values())
     parts = [encoder.samples(items, readers, _spelled(model, items), length) for items in groups]
