@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +17,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from canvax.errors import InputError
+from canvax.errors import CheckpointError, InputError
 from canvax.models.clip import clip_encoders
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers.schedule import NoiseSchedule, make_betas
-from canvax.train import diffusion, task
+from canvax.train import diffusion, inputs, task
 from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
 from canvax.train.dataset import Dataset
 from canvax.train.diffusion import denoising_data, denoising_loss
 from canvax.train.inputs import Item, evened
+from canvax.train.kept import Store
 from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
 from canvax.train.lora import Lora, train_lora
 from canvax.train.pictures import open_pictures
-from canvax.train.session import batch_indices
+from canvax.train.session import batch_indices, differences
+from canvax.train.state import save_state
 from canvax.train.task import Subject, Training
-from canvax.weights.safetensors import read_metadata
+from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata, write_safetensors
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, UNET, write_small_checkpoint
 from tests.support.small_sdxl import build as build_xl
@@ -256,13 +260,96 @@ def test_a_weight_multiplies_the_loss_of_its_image(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_file_has_the_settings_of_its_run(tmp_path: Path) -> None:
-    run = training(
-        tmp_path, tmp_path, tmp_path, regularisation=str(tmp_path / "reg"), regularisation_weight=0.5, **BUCKETS
-    )
+    more = {"regularisation_weight": 0.5, **BUCKETS}
+    run = training(tmp_path, tmp_path, tmp_path, regularisation=str(tmp_path / "reg"), **more)
     settings = json.loads(task.recorded(run)["canvax.training"])
     wanted = {"steps": 6, "batch": 2, "learning_rate": 1e-3, "size": 64, "regularisation": "reg"}
     assert settings | more | wanted == settings
     assert not settings.keys() & {"empty", "gamma", "model", "pictures", "folder"}
+
+
+# What is kept on disk
+
+
+def test_what_changed_is_encoded_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, sizes = fitted(monkeypatch), list[int]()
+    real = inputs.encode_pictures
+
+    def encode(p: Any, pixels: Any, *rest: Any, **more: Any) -> Any:
+        sizes.append(len(pixels))
+        return real(p, pixels, *rest, **more)
+
+    def go(model: Path, **more: Any) -> tuple[int, np.ndarray]:
+        sizes.clear()
+        run = training(
+            model, pictures, tmp_path / f"run{len(list(tmp_path.iterdir()))}", encoded=tmp_path / "e", **more
+        )
+        train_lora(run, Lora(rank=2), one())
+        return sum(sizes), got["data"]["latents"][:]
+
+    monkeypatch.setattr(inputs, "encode_pictures", encode)
+    pictures = write_shapes(tmp_path / "p", a=(64, 64), b=(64, 60))
+    count, first = go(model)
+    assert count == 2
+    count, again = go(model)
+    assert count == 0
+    np.testing.assert_array_equal(again, first)
+    monkeypatch.setattr(inputs, "available_bytes", lambda: 4)
+    count, again = go(model)  # read when they are indexed
+    assert count == 0
+    np.testing.assert_array_equal(again, first)
+    count, both = go(model, flip=True)
+    assert (count, both.shape[1]) == (2, 2)
+    np.testing.assert_array_equal(both[:, :1], first)
+    Image.new("RGB", (64, 60)).save(pictures / "b.png")
+    count, other = go(model)
+    assert count == 1
+    np.testing.assert_array_equal(other[:1], first[:1])
+    assert go(model, size=32)[0] == 2
+    vae = shutil.copytree(model, tmp_path / "model")
+    weights = vae / "vae" / "diffusion_pytorch_model.safetensors"
+    arrays = {entry.name: entry.read() * np.float32(1.1) for entry in open_safetensors(weights)}
+    saved = [ArrayToSave(name, array.shape, array.dtype, partial(np.asarray, array)) for name, array in arrays.items()]
+    write_safetensors(weights, saved, {"format": "pt"})
+    assert go(vae)[0] == 2
+
+
+def test_a_file_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = Store(tmp_path / "e")
+    rows = [np.full(3, i, np.float32) for i in range(4)]
+    for i, row in enumerate(rows):
+        store.write(str(i), {"x": row})
+    names = np.array([["3", "1"], ["0", "2"], ["1", "1"]], object)
+    lazy = store.rows(names, "x")
+    assert (lazy.shape, lazy.nbytes, len(lazy)) == ((3, 2, 3), 72, 3)
+    np.testing.assert_array_equal(lazy[np.array([[2, 0]])], np.stack(rows)[[[[1, 1], [3, 1]]]])
+    with pytest.raises(ValueError, match="announced"):
+        store.write("4", {"x": rows[0], "y": cast(Any, Lying(rows[0]))})
+    assert store.missing(["4", "1", "4", "5"]) == [0, 3]
+    assert len(list((tmp_path / "e").iterdir())) == 4
+    store.path("1").write_bytes(store.path("1").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="made again if you delete it"):
+        lazy[0]
+
+
+class Lying:
+    """An array that has another shape when it is written."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.shape, self.dtype = (2,), array.dtype
+        self._array = array
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._array
+
+
+def test_a_state_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    """It has a hash of pixels instead of one of files."""
+    state = tmp_path / STATE
+    save_state(state, {}, {"pictures": "0" * 16, "prior": "1" * 16})
+    assert not differences(state, {"pictures": "a" * 24, "prior": "b" * 24})
+    save_state(state, {}, {"pictures": "0" * 24})
+    assert differences(state, {"pictures": "a" * 24}).keys() == {"pictures"}
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import BlockOptions, Residuals, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
+from canvax.train.kept import Lazy
 from canvax.train.objectives import add_noise, cast, check_trainable, flow, loss_weights, squared_error, target_of
 from canvax.train.step import Loss
 from canvax.types import Array, DType, HostArray
@@ -62,11 +63,11 @@ def _zero_branches(p: Params) -> None:
             _zero_branches(value)
 
 
-Reader = Callable[..., HostArray]
+Reader = Callable[..., HostArray | Lazy]
 """``(captions, length=T) -> what is read of each [N, ...]``: a tokenizer, which gives ids [N, T], or kept features."""
 
 
-def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int) -> HostArray:
+def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int) -> HostArray | Lazy:
     """Return what is read of each image's captions [N, M, ...]; an image with fewer than M captions repeats them."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
@@ -77,7 +78,10 @@ def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int
     # Images share captions, and repeat theirs: each distinct text is read once.
     row = {text: index for index, text in enumerate(dict.fromkeys(chain.from_iterable(captions)))}
     rows = np.array([[row[texts[i % len(texts)]] for i in range(most)] for texts in captions])
-    return reader(list(row), length=length)[rows]
+    read = reader(list(row), length=length)
+    if isinstance(read, Lazy):
+        return Lazy((*rows.shape, *read.shape[1:]), read.dtype, lambda index: read[rows[index]])
+    return read[rows]
 
 
 def denoising_data(

@@ -203,12 +203,14 @@ class Encoder:
             time_ids = np.stack([self._size_conditions(item) for item in items])
         if self.weighted:
             weight = np.array([item.weight for item in items], np.float32)
+        arrays: dict[str, Any] = {"latents": latents, "control": control, "mask": mask, "time_ids": time_ids}
+        samples, shared = denoising_data(readers, captions=captions, length=length, weight=weight, **arrays)
         room = (available_bytes() or 1 << 34) // 4
-        arrays: dict[str, Any] = {
-            name: array[:] if isinstance(array, Lazy) and array.nbytes < room else array
-            for name, array in {"latents": latents, "control": control, "mask": mask, "time_ids": time_ids}.items()
-        }
-        return denoising_data(readers, arrays.pop("latents"), captions, length, weight=weight, **arrays)
+
+        def held(array: Any) -> Any:
+            return array[:] if isinstance(array, Lazy) and array.nbytes < room else array
+
+        return jax.tree.map(held, samples), shared
 
     def encode(self, items: Sequence[Item]) -> None:
         """Encode the images that the store lacks, a few at once."""

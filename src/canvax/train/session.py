@@ -433,7 +433,8 @@ def _indexed(data: Any, samples: int, step: Step, shared: Any, mesh: Mesh) -> tu
         data, shared = shared
         return step(state, jax.tree.map(lambda leaf: leaf[rows], data), shared, key)
 
-    return np.arange(samples, dtype=np.int32), gathered, (jax.device_put(data, replicated(mesh)), shared)
+    whole = jax.tree.map(lambda leaf: leaf[:], data)
+    return np.arange(samples, dtype=np.int32), gathered, (jax.device_put(whole, replicated(mesh)), shared)
 
 
 def send(data: Any, indices: HostArray, mesh: Mesh) -> Any:

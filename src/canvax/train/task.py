@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, Protocol
 
 import jax
@@ -23,10 +24,11 @@ from jax.sharding import Mesh
 from canvax.call import LOCATION, PARTS, Load
 from canvax.errors import HintWarning, InputError, check_utf8, conflict, needs
 from canvax.families.base import Model
-from canvax.files import check_writable, named_path
+from canvax.files import check_writable, first_there, named_path
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
-from canvax.parallel.memory import available_bytes, gigabytes
+from canvax.parallel.memory import gigabytes
+from canvax.parallel.mesh import replicated
 from canvax.parallel.multihost import fail_together, is_main_process, is_spread
 from canvax.params import Params
 from canvax.pipelines.checks import default_dtype
@@ -43,8 +45,8 @@ from canvax.train.buckets import bucket_sizes, describe_buckets, nearest_bucket
 from canvax.train.dataset import Dataset
 from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced
 from canvax.train.encoding import encode_captions
-from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, evened, items_of
-from canvax.train.kept import Store
+from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, evened, items_of, keep
+from canvax.train.kept import Store, fingerprint, name_of
 from canvax.train.log import TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
@@ -284,9 +286,10 @@ def train(
     if target.exists() and is_main_process(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
+    store = Store(named_path("encoded", training.encoded or training.folder / "encoded"))
     unet, kept = model.networks.denoiser.component == "unet", None
     if not unet:  # the language model leaves the devices before the transformer comes
-        kept = _features(model, training, mesh, dtype, sets, lengths)
+        kept = _features(model, training, mesh, dtype, sets, lengths, store, say)
     # What is frozen would take in float32 the memory that gradients need.
     exact, opened = {"vae", *aim.exact(model)} if unet else set[str](), {"quantize": training.quantize, "mesh": mesh}
     opened |= training.source()
@@ -299,7 +302,7 @@ def train(
         params |= {name: frozen[name] for name in rest}
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     readers = model.tokenizers if kept is None else kept.readers
-    data, shared = _data(given, sets, readers, length, training, model, params, mesh, plan, say)
+    data, shared = _data(given, sets, readers, length, training, model, params, mesh, plan, store, say)
     shared["frozen"] = start.frozen
     loss = denoising_loss(
         model.text if kept is None else None,
@@ -610,42 +613,83 @@ class _Features:
 
 
 def _features(
-    model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], lengths: Sequence[int]
+    model: Model,
+    training: Training,
+    mesh: Mesh,
+    dtype: DType,
+    sets: Sequence[Captions],
+    lengths: Sequence[int],
+    store: Store,
+    say: Callable[[str], None],
 ) -> _Features:
-    """Encode each text of a run once, with a language model that is on the devices only during this call.
+    """Encode the texts that the store lacks, with a language model that is on the devices only during this call.
 
     Raises:
-        InputError: the features do not fit into the memory of the host.
+        InputError: the features do not fit on the disk.
     """
     distinct = list(dict.fromkeys(_texts(sets, "")))
-    rows = sum(len(captions) * max(map(len, captions)) for captions in sets) + len(distinct)
-    needed = rows * model.text.rows(lengths) * model.text.width * np.dtype(dtype).itemsize
-    available = available_bytes()
-    if available is not None and needed > available:
-        problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
-        cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
-        raise InputError("pictures", problem, cure=cure, value=training.pictures)
-    model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names, **training.source())
+    wanted = [(text, tuple(lengths)) for text in distinct]
+    shown = list(dict.fromkeys([*training.prompts, ""])) if training.prompts else []
+    long = _text_lengths(model, shown) if shown else ()
+    wanted += [(text, long) for text in shown]
+    opened = {"dtype": dtype, "mesh": mesh, **training.source()}
+    files, *_ = open_model(training.model, weights={"vae"}, **opened)  # the others are fetched, too
+    network = ["text", fingerprint(files, files.text.names), np.dtype(dtype).name]
 
-    def encoded(texts: Sequence[str], lengths: Sequence[int]) -> dict[str, HostArray]:
-        inputs = {
-            encoder.component: encoder.read(model.tokenizers[encoder.component], texts, length)
-            for encoder, length in zip(model.text.encoders, lengths, strict=True)
+    def inputs(text: str, lengths: Sequence[int]) -> dict[str, dict[str, HostArray]]:
+        each = zip(files.text.encoders, lengths, strict=True)
+        return {
+            encoder.component: encoder.read(files.tokenizers[encoder.component], [text], length)
+            for encoder, length in each
         }
-        return encode_captions({name: params[name] for name in inputs}, inputs, model.text, mesh)
 
-    def reader(feature: HostArray) -> Reader:
-        row = {text: index for index, text in enumerate(distinct)}
-        return lambda texts, *, length: feature[[row[text] for text in texts]]
+    read = [inputs(*text) for text in wanted]
+    names = [
+        name_of(network, *(array for _, arrays in sorted(part.items()) for _, array in sorted(arrays.items())))
+        for part in read
+    ]
+    if missing := store.missing(names):
+        needed = sum(model.text.rows(wanted[i][1]) for i in missing) * model.text.width * np.dtype(dtype).itemsize
+        available = disk_usage(first_there(store.folder)).free
+        if needed > available:
+            problem = f"has captions whose features need {gigabytes(needed)} of disk"
+            cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
+            raise InputError("pictures", problem, cure=cure, value=training.pictures)
+        say(f"encoding {len(missing)} of {len(names)} texts into {store.folder}")
+        _, _, params = open_model(training.model, weights=files.text.names, **opened)
+        params = jax.device_put({name: params[name] for name in files.text.names}, replicated(mesh))
+        for part in _alike(missing, read):
+            stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *(read[i] for i in part))
+            features = encode_captions(params, stacked, files.text, mesh)
+            rows = [{key: array[i] for key, array in features.items()} for i in range(len(part))]
+            keep(store, [names[i] for i in part], rows, mesh)
+    else:
+        say(f"{len(names)} encoded texts are kept in {store.folder}")
+    name = dict(zip(wanted, names, strict=True))
 
-    readers = {name: reader(feature) for name, feature in encoded(distinct, lengths).items()}
+    def reader(key: str) -> Reader:
+        return lambda texts, *, length: store.rows(np.array([name[text, wanted[0][1]] for text in texts], object), key)
+
+    def whole(texts: Sequence[str]) -> dict[str, HostArray]:
+        of_all = [store.read(name[text, long]) for text in texts]
+        return {key: np.stack([arrays[key] for arrays in of_all]) for key in of_all[0]}
+
+    readers = {key: reader(key) for key in store.read(names[0])}
     prompts: dict[str, Any] = {}
     if training.prompts:
-        lengths = _text_lengths(model, [*training.prompts, ""])
-        prompts["prompt"] = encoded(training.prompts, lengths)
+        prompts["prompt"] = whole(training.prompts)
         if model.family.guides(model.networks, model.defaults.guidance_scale):
-            prompts["negative_prompt"] = encoded([""] * len(training.prompts), lengths)
+            prompts["negative_prompt"] = whole([""] * len(training.prompts))
     return _Features(readers, prompts)
+
+
+def _alike(chosen: Sequence[int], read: Sequence[Any], count: int = 4) -> Iterator[list[int]]:
+    """Yield the chosen entries in groups of at most ``count`` whose arrays have the same shapes."""
+    groups: dict[Any, list[int]] = {}
+    for i in chosen:
+        groups.setdefault(tuple(leaf.shape for leaf in jax.tree.leaves(read[i])), []).append(i)
+    for group in groups.values():
+        yield from (group[start : start + count] for start in range(0, len(group), count))
 
 
 def _data(
@@ -658,10 +702,10 @@ def _data(
     params: Params,
     mesh: Mesh,
     plan: Plan,
+    store: Store,
     say: Callable[[str], None],
 ) -> tuple[Any, dict[str, Any]]:
     """Encode all images, and return the samples and shared data of ``denoising_data``, or a ``Dataset`` of samples."""
-    store = Store(named_path("encoded", training.encoded or training.folder / "encoded"))
     least = (training.unmasked_weight or 0.0) if given.masked else None
     weighted = training.regularisation is not None
     encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, weighted, say)
