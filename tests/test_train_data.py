@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import canvax
 from canvax.errors import CheckpointError, InputError
 from canvax.models.clip import clip_encoders
 from canvax.parallel.mesh import make_mesh
@@ -24,8 +26,8 @@ from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.train import diffusion, inputs, task
 from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
 from canvax.train.dataset import Dataset
-from canvax.train.diffusion import denoising_data, denoising_loss
-from canvax.train.inputs import Item, evened
+from canvax.train.diffusion import denoising_data, denoising_loss, draw
+from canvax.train.inputs import Item, evened, shuffled
 from canvax.train.kept import Store
 from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
 from canvax.train.lora import Lora, train_lora
@@ -350,6 +352,48 @@ def test_a_state_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     assert not differences(state, {"pictures": "a" * 24, "prior": "b" * 24})
     save_state(state, {}, {"pictures": "0" * 24})
     assert differences(state, {"pictures": "a" * 24}).keys() == {"pictures"}
+
+
+# Captions, noise and times
+
+
+def test_tags_are_shuffled_in_each_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = fitted(monkeypatch)
+    pictures = write_shapes(tmp_path / "p", a=(64, 64), b=(64, 60))
+    for name in "ab":
+        (pictures / f"{name}.txt").write_text(f"ink {name}, red ,green,blue")
+    run = training(model, pictures, tmp_path / "run", shuffle_captions=True, keep_tokens=1)
+    train_lora(run, Lora(rank=2), one())
+    tokenizer = canvax.load(model, mesh=one()).model.tokenizers["text_encoder"]
+    seen = set()
+    for step in range(12):
+        samples = jax.tree.map(np.asarray, got["data"](step))
+        latents, ids = samples["latents"], samples["captions"]["text_encoder"]
+        assert latents.shape[0] == ids.shape[0] == 2
+        assert ids.shape[1] == 1
+        seen |= {row.tobytes() for row in ids[:, 0]}
+        _, rows = got["data"].chosen(step)
+        np.testing.assert_array_equal(latents, got["data"].parts[0]["latents"][rows])
+    every = {f"ink {name}, {', '.join(tags)}" for name in "ab" for tags in permutations(["red", "green", "blue"])}
+    wanted = {tokenizer([text], length=ids.shape[-1])[0].tobytes() for text in every}
+    assert seen <= wanted
+    assert len(seen) > 6
+    assert shuffled("a, b", 5, np.random.default_rng(0)) == "a, b"
+
+
+def test_noise_offset_is_the_same_all_over_a_channel() -> None:
+    latents = np.zeros((3, 1, 4, 4, 2), np.float32)
+    reader = {"text_encoder": lambda texts, *, length: np.zeros((len(texts), length), np.int32)}
+    samples, shared = jax.tree.map(jnp.asarray, denoising_data(reader, latents, [["a"]] * 3, 8))
+    key = jax.random.key(1)
+    plain, offset = (draw(samples, shared, key, 9, focus=None, empty=0.0, noise_offset=n).noise for n in (0.0, 0.1))
+    change = np.asarray(offset - plain)
+    assert np.ptp(change, axis=(1, 2)).max() < 1e-6
+    assert 0.02 < change.std() < 0.3
+    assert len(np.unique(change.round(5))) == 6
+    flow = NoiseSchedule.flow(10)
+    with refused("noise_offset"):
+        denoising_loss(clip_encoders(TEXT), UNET, flow, gamma=None, noise_offset=0.1)
 
 
 @pytest.mark.slow

@@ -398,9 +398,9 @@ def test_training_times_by_name(model: Path, pictures: Path, tmp_path: Path, mon
         raise LossMade(focus)
 
     monkeypatch.setattr(task, "denoising_loss", made)
-    for times, focus in {"uniform": None, "logit-normal": (0.0, 1.0)}.items():
+    for times, focus in {None: None, "uniform": None, "logit-normal": (0.0, 1.0)}.items():
         with pytest.raises(LossMade) as caught:
-            train_lora(training(model, pictures, tmp_path / times, times=times), Lora(rank=2), one())
+            train_lora(training(model, pictures, tmp_path / str(times), times=times), Lora(rank=2), one())
         assert caught.value.args == (focus,)
     with refused("times"):
         train_lora(training(model, pictures, tmp_path / "shifted", times="shifted"), Lora(rank=2), one())
@@ -650,6 +650,9 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["lora", "{p}", "--checkpointing-steps", "0"], "--save-every"),
         (["lora", "{p}", "--preview-every", "5"], "--preview-every"),
         (["lora", "{p}", "--bucket-step", "32"], "--bucket-step"),
+        (["lora", "{p}", "--keep-tokens", "1"], "--keep-tokens"),
+        (["lora", "{p}", "--noise-offset", "2"], "--noise-offset"),
+        (["dreambooth", "{p}", "-p", "sks", "--shuffle-captions"], "--shuffle-captions"),
         (["lora", "{p}", "--buckets", "--bucket-max", "8"], "--buckets"),
         (["lora", "{p}", "--regularisation", "nowhere"], "--regularisation"),
         (["lora", "{p}", "--prior-loss-weight", "2"], "--regularisation-weight"),
@@ -687,6 +690,7 @@ def test_flags_make_the_records() -> None:
     words += ["--flip", "--min-snr", "5", "--empty-captions", "0.2", "--unmasked-weight", "1", "--remat", "--dtype"]
     words += ["float32", "--preview", "a", "--preview", "b", "--preview-every", "2", "--save-every", "3"]
     words += ["--enable-bucket", "--bucket-reso-steps", "32", "--min-bucket-reso", "48", "--bucket-max", "96"]
+    words += ["--shuffle-caption", "--keep-tokens", "2", "--noise-offset", "0.05", "--times", "logit-normal"]
     words += ["--encoded", "e", "--reg-data-dir", "c", "--prior-loss-weight", "0.5"]
     lora = ["--rank", "8", "--alpha", "2", "--layers", "all", "--text-encoder", "--text-lr", "1e-5", "--format"]
     lora += ["kohya", "--trigger", "w", "--title", "t", "--from", "f", "--save-dtype", "float16"]
@@ -699,6 +703,7 @@ def test_flags_make_the_records() -> None:
         "m", "images", Path("run"), plan, size=64, caption_column="words", flip=True, gamma=5.0, empty=0.2,
         unmasked_weight=1.0, remat=True, dtype=np.dtype("float32"), quantize="int8", prompts=("a", "b"),
         preview_steps=2, save_steps=3, buckets=True, bucket_step=32, bucket_min=48, bucket_max=96, encoded="e",
+        shuffle_captions=True, keep_tokens=2, noise_offset=0.05, times="logit-normal",
         regularisation="c", regularisation_weight=0.5,
     )  # fmt: skip
     assert _made(Lora, arguments) == Lora(8, 2.0, "all", True, 1e-5, "kohya", "w", "t", "f", "float16")

@@ -101,7 +101,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training:
-    return Training(model, pictures, folder, **{"plan": PLAN, "size": SIZE, "empty": 0.25, **more})
+    return Training(model, pictures, folder, **{"plan": PLAN, "size": SIZE, "empty": 0.25, "times": "uniform", **more})
 
 
 @pytest.mark.parametrize(
@@ -351,12 +351,35 @@ def test_features_that_do_not_fit(
     assert caught.value.argument == "pictures"
 
 
+def test_times_are_those_of_the_family(
+    checkpoints: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLUX.2's are shifted for the size of images."""
+
+    class LossMade(Exception):
+        pass
+
+    def made(text: Any, network: Any, schedule: Any, **_: Any) -> None:
+        raise LossMade(schedule.shift)
+
+    monkeypatch.setattr(tasks, "denoising_loss", made)
+    shifts = {}
+    for times in (None, "shifted", "uniform"):
+        run = training(checkpoints["flux2"], tmp_path / str(times), pictures, times=times, encoded=tmp_path / "e")
+        with pytest.raises(LossMade) as caught:
+            train_lora(run, Lora(), one_device())
+        (shifts[times],) = caught.value.args
+    assert shifts[None] == shifts["shifted"] != shifts["uniform"] == 1
+
+
 def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_path: Path) -> None:
     run = training(checkpoints["flux2"], tmp_path / "run", pictures)
     for argument, begin in {
         "model": lambda: finetune(run, one_device()),
         "quantize": lambda: finetune(replace(run, quantize="int8"), one_device()),
         "gamma": lambda: train_lora(replace(run, gamma=5.0), Lora(), one_device()),
+        "noise_offset": lambda: train_lora(replace(run, noise_offset=0.1), Lora(), one_device()),
+        "shuffle_captions": lambda: train_lora(replace(run, shuffle_captions=True), Lora(), one_device()),
         "names": lambda: train_lora(run, Lora(names="kohya"), one_device()),
         "text": lambda: train_lora(run, Lora(text=True), one_device()),
         "size": lambda: train_lora(replace(run, size=24), Lora(), one_device()),

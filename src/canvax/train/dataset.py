@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ class Dataset:
         mesh: the devices; the last number of ``batch`` is split over ``data``.
         seed: seed of the order.
         repeats: for each part, how often each sample comes in an epoch, [N]; by default once.
+        changed: ``(part, samples [n], random numbers of the step) -> arrays [n, ...]`` that replace those of the same
+            names, in parts that are dicts.
     """
 
     parts: Sequence[Any]
@@ -34,6 +36,7 @@ class Dataset:
     mesh: Mesh
     seed: int = 0
     repeats: Sequence[Sequence[int]] | None = None
+    changed: Callable[[int, HostArray, np.random.Generator], Mapping[str, Any]] | None = None
     ahead: ClassVar[bool] = True
     _rows: list[HostArray] = field(init=False, repr=False)
 
@@ -64,4 +67,9 @@ class Dataset:
     def __call__(self, done: int, state: Any = None) -> Any:
         """Return the samples of the step after ``done`` ones, on the devices; they do not depend on the state."""
         part, rows = self.chosen(done)
-        return send(self.parts[part], rows, self.mesh)
+        if self.changed is None:
+            return send(self.parts[part], rows, self.mesh)
+        random = np.random.Generator(np.random.Philox(key=[self.seed, done], counter=[0, 0, 2, 0]))
+        new = self.changed(part, rows.reshape(-1), random)
+        kept = {name: tree for name, tree in self.parts[part].items() if name not in new}
+        return send(kept, rows, self.mesh) | send(new, np.arange(rows.size).reshape(rows.shape), self.mesh)

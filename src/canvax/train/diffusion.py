@@ -148,9 +148,11 @@ def draw(
     *,
     focus: tuple[float, float] | None,
     empty: float,
+    noise_offset: float = 0.0,
 ) -> Draw:
     """Make the random choices of a step: variant, caption, timestep and noise of each sample.
 
+    ``noise_offset`` adds noise of this strength that is the same at all positions of a channel (Guttenberg 2023).
     Samples of ``shared["prior"]``, if any, are appended: [2 B, ...]. They must have masks if the batch has masks.
     """
     form_key, caption_key, empty_key, order_key, time_key, noise_key = jax.random.split(key, 6)
@@ -168,6 +170,9 @@ def draw(
         conditions["control"] = _picked(samples["control"], form)
     times = training_times(order_key, time_key, count, size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
+    if noise_offset:
+        level = jax.random.normal(jax.random.fold_in(noise_key, 1), (count, 1, 1, x0.shape[-1]), jnp.float32)
+        noise = noise + noise_offset * level
     mask = _picked(samples["mask"], form).astype(jnp.float32) if "mask" in samples else None
     drawn = Draw(x0, captions, conditions, times, noise, mask, samples.get("weight"))
     if "prior" not in shared:
@@ -175,7 +180,7 @@ def draw(
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
     index = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
     prior = jax.tree.map(lambda leaf: leaf[index % len(leaf)], shared["prior"])
-    other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty)
+    other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty, noise_offset=noise_offset)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, other)
 
 
@@ -204,6 +209,7 @@ class Objective:
     assemble: Assemble = replaced
     control: ControlNet | None = None
     prior: float = 1.0
+    noise_offset: float = 0.0
 
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
@@ -213,6 +219,9 @@ class Objective:
             raise InputError(
                 "empty", "is the share of empty captions", cure="it must be in 0..1, 1 excluded", value=self.empty
             )
+        if self.noise_offset and self.schedule.is_flow:
+            problem = "is for diffusions, and the model is a flow"
+            raise InputError("noise_offset", problem, cure="leave it out", value=self.noise_offset)
         if self.prior <= 0:
             raise InputError("prior", "must be more than 0", value=self.prior)
         if self.focus is not None and (len(self.focus) != 2 or self.focus[1] <= 0):
@@ -234,6 +243,7 @@ def denoising_loss(
             captions. ``dtype``: dtype of the computation. ``remat``: recompute blocks in the backward pass instead of
             storing activations. ``assemble``: makes the parameters of all components. ``control``: a ControlNet, whose
             parameters are in the component ``CONTROL``. ``prior``: weight of the loss on ``shared["prior"]``.
+            ``noise_offset``: see ``draw``; not for flow models.
 
     Returns:
         A loss over ``denoising_data``. The caller can add ``frozen`` to the shared data: parameters that are used but
@@ -286,9 +296,8 @@ def _denoising_loss(
     objective: Objective,
 ) -> tuple[Array, dict[str, Array]]:
     levels, weights = tables
-    x0, captions, conditions, times, noise, mask, weight = draw(
-        samples, shared, key, levels.size, focus=objective.focus, empty=objective.empty
-    )
+    choices: dict[str, Any] = {name: getattr(objective, name) for name in ("focus", "empty", "noise_offset")}
+    x0, captions, conditions, times, noise, mask, weight = draw(samples, shared, key, levels.size, **choices)
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
     text = captions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from canvax.parallel.memory import available_bytes
 from canvax.parallel.mesh import replicated
 from canvax.parallel.multihost import fail_together, is_main_process, is_spread
 from canvax.params import Params
+from canvax.tokenizers.clip import TruncationWarning
 from canvax.train.buckets import Size
 from canvax.train.diffusion import Reader, denoising_data
 from canvax.train.encoding import encode_pictures
@@ -255,6 +257,35 @@ class Encoder:
         height, width, top, left = frame_of(item.sides, item.size)
         options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": item.size}
         return self.model.size_conditions(*item.size, options)[0]["time_ids"]
+
+
+def shuffled(caption: str, keep: int, random: np.random.Generator) -> str:
+    """Return a caption with its comma-separated tags in random order; the first ``keep`` stay where they are."""
+    tags = [tag.strip() for tag in caption.split(",")]
+    rest = tags[keep:]
+    return ", ".join([*tags[:keep], *(rest[i] for i in random.permutation(len(rest)))])
+
+
+def shuffling(
+    captions: Sequence[Sequence[Sequence[str]]], readers: Mapping[str, Reader], length: int, keep: int
+) -> Callable[[int, HostArray, np.random.Generator], Mapping[str, Any]]:
+    """Return ``Dataset.changed``: one of the captions of each sample, with its tags in random order.
+
+    Args:
+        captions: for each part the captions of each image.
+        readers: the tokenizers, see ``denoising_data``.
+        length: T, tokens of a caption.
+        keep: tags at the beginning that stay where they are.
+    """
+
+    def changed(part: int, rows: HostArray, random: np.random.Generator) -> Mapping[str, Any]:
+        of_all: list[Sequence[str]] = [captions[part][int(row)] for row in rows]
+        texts = [shuffled(own[int(random.integers(len(own)))], keep, random) for own in of_all]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TruncationWarning)  # seen before the first step
+            return {"captions": {name: reader(texts, length=length)[:, None] for name, reader in readers.items()}}
+
+    return changed
 
 
 def keep(store: Store, names: Sequence[str], files: Sequence[Mapping[str, HostArray]], mesh: Mesh) -> None:

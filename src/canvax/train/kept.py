@@ -66,7 +66,9 @@ class Store:
         (first,) = [entry for entry in self._entries(names.flat[0]) if entry.name == key]
 
         def row(index: int) -> HostArray:
-            files = [[entry for entry in self._entries(name) if entry.name == key] for name in names[index : index + 1].flat]
+            files = [
+                [entry for entry in self._entries(name) if entry.name == key] for name in names[index : index + 1].flat
+            ]
             return np.stack([entry.read() for (entry,) in files]).reshape((*names.shape[1:], *first.shape))
 
         return Lazy((*names.shape, *first.shape), first.dtype, row)

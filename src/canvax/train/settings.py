@@ -94,7 +94,7 @@ class TrainingRecord:
     )  # fmt: skip
     empty: float = setting(
         0.1, "share of captions that are left out", low=0, high=1, below=True, cure="0.1 is usual", metavar="SHARE",
-        flags=("--empty-captions", "--proportion-empty-prompts"),
+        flags=("--empty-captions", "--proportion-empty-prompts", "--caption-dropout-rate"),
     )  # fmt: skip
     unmasked_weight: float | None = setting(
         None, "smallest weight of pixels outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
@@ -127,9 +127,9 @@ class TrainingRecord:
         flags=("--tensorboard", "--logging-dir"),
     )  # fmt: skip
     loading: Mapping[str, Any] = field(default_factory=dict)
-    times: Times = setting(
-        "uniform", "training times: uniform, logit-normal (more in the middle), or shifted for the size of images",
-        metavar="NAME", flags=("--times", "--timestep-sampling"),
+    times: Times | None = setting(
+        None, "training times: uniform, logit-normal (more in the middle), or shifted for the size of images",
+        unset="the model family's", metavar="NAME", flags=("--times", "--timestep-sampling"),
     )  # fmt: skip
     fsdp: bool = setting(False, "split trained weights and moments over the devices")
     buckets: bool = setting(
@@ -151,6 +151,18 @@ class TrainingRecord:
     encoded: Any = setting(
         None, "folder that keeps encoded images and texts, for several runs", metavar="FOLDER",
         unset="encoded in the folder of the run",
+    )  # fmt: skip
+    shuffle_captions: bool = setting(
+        False, "shuffle the comma-separated tags of a caption in each step",
+        flags=("--shuffle-captions", "--shuffle-caption"),
+    )  # fmt: skip
+    keep_tokens: int = setting(
+        0, "tags at the beginning that stay where they are", low=0, high=10**4, error_without="shuffle_captions=True",
+        metavar="N",
+    )  # fmt: skip
+    noise_offset: float = setting(
+        0.0, "share of noise that is the same all over a channel, for darker and brighter images; 0.05 is usual", low=0,
+        high=1, cure="0.05 is usual", metavar="SHARE",
     )  # fmt: skip
     regularisation: Any = setting(
         None, "folder of captioned images of the class (prior preservation), as many as of the others in an epoch",

@@ -45,7 +45,7 @@ from canvax.train.buckets import bucket_sizes, describe_buckets, nearest_bucket
 from canvax.train.dataset import Dataset
 from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced
 from canvax.train.encoding import encode_captions
-from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, evened, items_of, keep
+from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, evened, items_of, keep, shuffling
 from canvax.train.kept import Store, fingerprint, name_of
 from canvax.train.log import TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
@@ -90,14 +90,19 @@ class Training(TrainingRecord):
             result (``numbered``); None to save only the result.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
         loading: further arguments of ``canvax.load``: where files come from, ``prediction_type`` and ``scheduler``.
-        times: distribution of the training times: "uniform"; "logit-normal" (Esser et al. 2024, section 3.1); or
-            "shifted" as at inference, for flow models whose times depend on the image size.
+        times: distribution of the training times: "uniform", of the scheduler's; "logit-normal" (Esser et al. 2024,
+            section 3.1); or "shifted" as at inference, for flow models whose times depend on the image size. By default
+            that of the model's family: "shifted" for those models, "uniform" for others.
         fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
         buckets: train an image at the size of about ``size`` x ``size`` pixels that is nearest to its shape; all images
             of an update have the same size.
         bucket_step: divisor of the sides of buckets.
         bucket_min: shortest side of a bucket, by default half of ``size``.
         bucket_max: longest side of a bucket, by default twice ``size``.
+        shuffle_captions: shuffle the comma-separated tags of captions in each step; not for models whose captions are
+            encoded before.
+        keep_tokens: tags at the beginning of a caption that stay where they are.
+        noise_offset: strength of noise that is the same all over a channel (Guttenberg 2023); not for flow models.
         regularisation: folder of captioned class images, which keep the model from forgetting (prior preservation).
             They come as often as the other images, as in kohya's trainers.
         regularisation_weight: weight of the loss on class images.
@@ -273,7 +278,9 @@ def train(
     length = min(lengths)
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     decisive = {"size": given.size, "dtype": np.dtype(dtype).name, "pictures": digest(given.items)}
-    decisive |= _decisive(training, aim)
+    schedule = model.scheduler.schedule
+    times = training.times or ("shifted" if schedule.size_shift else "uniform")
+    decisive |= {**_decisive(training, aim), "times": times}
     if given.prior:
         decisive |= {"prior": digest(given.prior), "prior_weight": subject.prior_weight}
     if given.masked:
@@ -307,15 +314,16 @@ def train(
     loss = denoising_loss(
         model.text if kept is None else None,
         model.unet if unet else model.networks.denoiser,
-        _schedule(model, given.size, training.times),
+        _schedule(model, given.size, times),
         gamma=training.gamma,
-        focus=(0.0, 1.0) if training.times == "logit-normal" else None,
+        focus=(0.0, 1.0) if times == "logit-normal" else None,
         empty=training.empty,
         dtype=dtype,
         remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
         assemble=start.assemble,
         control=start.control,
         prior=subject.prior_weight,
+        noise_offset=training.noise_offset,
     )
     board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
@@ -350,10 +358,8 @@ def train(
 
 def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     """Return settings that must not change when a run is resumed."""
-    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
-    same |= {"times": training.times} if training.times != "uniform" else {}  # files of earlier versions have none
-    if training.buckets:
-        same |= {name: getattr(training, name) for name in ("buckets", "bucket_step", "bucket_min", "bucket_max")}
+    names = ("flip", "gamma", "empty", "quantize", "noise_offset", "shuffle_captions", "keep_tokens", "buckets")
+    same = {name: getattr(training, name) for name in (*names, "bucket_step", "bucket_min", "bucket_max")}
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
 
@@ -416,6 +422,12 @@ def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
         raise InputError("times", problem, cure="leave it out", value="shifted")
     if training.gamma is not None and schedule.is_flow:
         raise InputError("gamma", f"is not for {model.name}, a flow model", cure="leave it out", value=training.gamma)
+    if training.noise_offset and schedule.is_flow:
+        problem = f"is not for {model.name}, a flow model"
+        raise InputError("noise_offset", problem, cure="leave it out", value=training.noise_offset)
+    if training.shuffle_captions and model.networks.denoiser.component != "unet":
+        problem, cure = f"is not for {model.name}, whose captions are encoded before", "give images several captions"
+        raise InputError("shuffle_captions", problem, cure=cure, value=True)
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
         problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
         raise InputError("model", problem, cure="train a LoRA", value=training.model)
@@ -714,8 +726,11 @@ def _data(
     parts = [encoder.samples(items, readers, _spelled(model, items), length) for items in groups]
     data, shared = parts[0]
     repeats = [[item.repeats for item in items] for items in groups]
-    if len(groups) > 1 or max(max(of_each) for of_each in repeats) > 1:
-        data = Dataset([samples for samples, _ in parts], plan.batches, mesh, plan.seed, repeats)
+    changed = None
+    if training.shuffle_captions:
+        changed = shuffling([_spelled(model, items) for items in groups], readers, length, training.keep_tokens)
+    if changed or len(groups) > 1 or max(max(of_each) for of_each in repeats) > 1:
+        data = Dataset([samples for samples, _ in parts], plan.batches, mesh, plan.seed, repeats, changed)
     if given.prior:
         prior, _ = encoder.samples(given.prior, readers, sets[1], length)
         shared["prior"] = jax.tree.map(lambda leaf: leaf[:], prior)
