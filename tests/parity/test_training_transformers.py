@@ -12,6 +12,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -20,12 +21,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import canvax
 from canvax.errors import InputError
 from canvax.params import flatten, unflatten
 from canvax.quantize import SCALE
+from canvax.train import inputs
 from canvax.train import task as tasks
 from canvax.train.finetune import finetune
 from canvax.train.lora import Lora, train_lora
@@ -99,7 +101,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training:
-    return Training(model, pictures, folder, **{"plan": PLAN, "size": SIZE, "empty": 0.25, **more})
+    return Training(model, pictures, folder, **{"plan": PLAN, "size": SIZE, "empty": 0.25, "times": "uniform", **more})
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,37 @@ def test_captions_are_encoded_once(
     assert on_devices["float"] > 0
 
 
+def test_texts_are_kept_on_disk(
+    checkpoints: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run has the same losses without the language model, also if they are read in each step."""
+
+    def go(name: str, **more: Any) -> list[float]:
+        words.clear()
+        run = training(folder, tmp_path / name, pictures, plan=replace(PLAN, steps=2), encoded=tmp_path / "e", **more)
+        train_lora(run, Lora(), one_device(), say=words.append)
+        return losses(tmp_path / name / "lora")
+
+    words, folder = list[str](), checkpoints["flux2"]
+    first = go("first", prompts=("a pear",))
+    assert any("encoding 6 of 7 texts" in text for text in words)  # the empty one is one of the previews', too
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "e").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks, "encode_captions", lambda *_: pytest.fail("texts were encoded"))
+        patch.setattr(inputs, "encode_pictures", lambda *_, **__: pytest.fail("images were encoded"))
+        patch.setattr(inputs, "available_bytes", lambda: 4)
+        assert go("second", prompts=("a pear",)) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "e").iterdir()} == files
+    # Another language model
+    folder = shutil.copytree(folder, tmp_path / "other")
+    weights = folder / "text_encoder" / "model.safetensors"
+    arrays = {name: 1.1 * array for name, array in load_file(weights).items()}
+    save_file(arrays, weights, metadata={"format": "pt"})
+    assert go("third") != first
+    assert any("encoding 5 of 5 texts" in text for text in words)
+    assert any("encoded images are kept" in text for text in words)
+
+
 def dequantised(model: Path, folder: Path) -> Path:
     """The checkpoint with those weights that 8 bits keep exactly."""
     whole, small = (canvax.load(model, dtype="float32", quantize=kind, mesh=one_device()) for kind in (None, "int8"))
@@ -299,8 +332,8 @@ def test_previews(
 def test_features_that_do_not_fit(
     checkpoints: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four captions, each once in the table and once at its image, and the empty one."""
-    needed = 9 * 512 * 48 * 4
+    """On the disk: four captions and the empty one."""
+    needed = 5 * 512 * 48 * 4
 
     class Encoding(Exception):
         pass
@@ -310,13 +343,34 @@ def test_features_that_do_not_fit(
 
     monkeypatch.setattr(tasks, "encode_captions", encode)
     run = training(checkpoints["flux2"], tmp_path, pictures)
-    monkeypatch.setattr(tasks, "available_bytes", lambda: needed)
+    monkeypatch.setattr(tasks, "disk_usage", lambda _: SimpleNamespace(free=needed))
     with pytest.raises(Encoding):
         train_lora(run, Lora(), one_device())
-    monkeypatch.setattr(tasks, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(tasks, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(InputError) as caught:
         train_lora(run, Lora(), one_device())
     assert caught.value.argument == "pictures"
+
+
+def test_times_are_those_of_the_family(
+    checkpoints: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLUX.2's are shifted for the size of images."""
+
+    class LossMade(Exception):
+        pass
+
+    def made(text: Any, network: Any, schedule: Any, **_: Any) -> None:
+        raise LossMade(schedule.shift)
+
+    monkeypatch.setattr(tasks, "denoising_loss", made)
+    shifts = {}
+    for times in (None, "shifted", "uniform"):
+        run = training(checkpoints["flux2"], tmp_path / str(times), pictures, times=times, encoded=tmp_path / "e")
+        with pytest.raises(LossMade) as caught:
+            train_lora(run, Lora(), one_device())
+        (shifts[times],) = caught.value.args
+    assert shifts[None] == shifts["shifted"] != shifts["uniform"] == 1
 
 
 def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_path: Path) -> None:
@@ -325,6 +379,8 @@ def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_pat
         "model": lambda: finetune(run, one_device()),
         "quantize": lambda: finetune(replace(run, quantize="int8"), one_device()),
         "gamma": lambda: train_lora(replace(run, gamma=5.0), Lora(), one_device()),
+        "noise_offset": lambda: train_lora(replace(run, noise_offset=0.1), Lora(), one_device()),
+        "shuffle_captions": lambda: train_lora(replace(run, shuffle_captions=True), Lora(), one_device()),
         "names": lambda: train_lora(run, Lora(names="kohya"), one_device()),
         "text": lambda: train_lora(run, Lora(text=True), one_device()),
         "size": lambda: train_lora(replace(run, size=24), Lora(), one_device()),

@@ -32,7 +32,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "controlnet": _controlnet,
     }
     named_path("pictures", arguments.pictures)
-    for name in ("output", "tensorboard", "class_pictures"):
+    if getattr(arguments, "regularisation", None) is not None:
+        named_path("regularisation", arguments.regularisation)
+    for name in ("output", "tensorboard", "class_pictures", "encoded"):
         if (value := getattr(arguments, name, None)) is not None:
             setattr(arguments, name, str(named_path(name, value)))
     if getattr(arguments, "class_pictures", None) and Path(arguments.class_pictures).is_file():

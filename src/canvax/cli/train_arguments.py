@@ -36,7 +36,7 @@ def _add_task(parser: argparse.ArgumentParser, task: Task) -> None:
     for record in task.records:
         seen = {action.dest for action in parser._actions}  # two records may share a setting
         add_flags(parser, record, without=seen)
-    without = task.without if task.captioned else (*task.without, "caption_column")
+    without = task.without if task.captioned else (*task.without, "caption_column", "shuffle_captions", "keep_tokens")
     for record in (PlanRecord, TrainingRecord):
         add_flags(parser, record, without=(*without, "seed"), usual=task.usual)
     for action in parser._actions:

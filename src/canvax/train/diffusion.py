@@ -26,6 +26,7 @@ from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import BlockOptions, Residuals, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
+from canvax.train.kept import Lazy
 from canvax.train.objectives import add_noise, cast, check_trainable, flow, loss_weights, squared_error, target_of
 from canvax.train.step import Loss
 from canvax.types import Array, DType, HostArray
@@ -62,11 +63,11 @@ def _zero_branches(p: Params) -> None:
             _zero_branches(value)
 
 
-Reader = Callable[..., HostArray]
+Reader = Callable[..., HostArray | Lazy]
 """``(captions, length=T) -> what is read of each [N, ...]``: a tokenizer, which gives ids [N, T], or kept features."""
 
 
-def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int) -> HostArray:
+def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int) -> HostArray | Lazy:
     """Return what is read of each image's captions [N, M, ...]; an image with fewer than M captions repeats them."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
@@ -77,7 +78,10 @@ def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int
     # Images share captions, and repeat theirs: each distinct text is read once.
     row = {text: index for index, text in enumerate(dict.fromkeys(chain.from_iterable(captions)))}
     rows = np.array([[row[texts[i % len(texts)]] for i in range(most)] for texts in captions])
-    return reader(list(row), length=length)[rows]
+    read = reader(list(row), length=length)
+    if isinstance(read, Lazy):
+        return Lazy((*rows.shape, *read.shape[1:]), read.dtype, lambda index: read[rows[index]])
+    return read[rows]
 
 
 def denoising_data(
@@ -89,6 +93,7 @@ def denoising_data(
     time_ids: HostArray | None = None,
     control: HostArray | None = None,
     mask: HostArray | None = None,
+    weight: HostArray | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs of ``denoising_loss``: the samples, and the data that all samples share.
 
@@ -104,9 +109,11 @@ def denoising_data(
         time_ids: SDXL's size conditions of each image [N, n].
         control: control images [N, V, H, W, 3] uint8.
         mask: weights of the error at each position of the latents [N, V, h, w].
+        weight: weights of the loss on each image [N].
     """
     texts = {name: read_captions(reader, captions, length) for name, reader in readers.items()}
     samples = {"latents": latents, "captions": texts, "time_ids": time_ids, "control": control, "mask": mask}
+    samples["weight"] = weight
     empty = {name: reader([""], length=length)[0] for name, reader in readers.items()}
     return {name: array for name, array in samples.items() if array is not None}, {"empty": empty}
 
@@ -121,6 +128,7 @@ class Draw(NamedTuple):
         times: timesteps int32 [B].
         noise: [B, h, w, C] float32.
         mask: weights of the error [B, h, w] float32; None if all positions count equally.
+        weight: weights of the loss on each image [B] float32; None if all images count equally.
     """
 
     x0: Array
@@ -129,6 +137,7 @@ class Draw(NamedTuple):
     times: Array
     noise: Array
     mask: Array | None = None
+    weight: Array | None = None
 
 
 def draw(
@@ -139,9 +148,11 @@ def draw(
     *,
     focus: tuple[float, float] | None,
     empty: float,
+    noise_offset: float = 0.0,
 ) -> Draw:
     """Make the random choices of a step: variant, caption, timestep and noise of each sample.
 
+    ``noise_offset`` adds noise of this strength that is the same at all positions of a channel (Guttenberg 2023).
     Samples of ``shared["prior"]``, if any, are appended: [2 B, ...]. They must have masks if the batch has masks.
     """
     form_key, caption_key, empty_key, order_key, time_key, noise_key = jax.random.split(key, 6)
@@ -159,14 +170,17 @@ def draw(
         conditions["control"] = _picked(samples["control"], form)
     times = training_times(order_key, time_key, count, size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
+    if noise_offset:
+        level = jax.random.normal(jax.random.fold_in(noise_key, 1), (count, 1, 1, x0.shape[-1]), jnp.float32)
+        noise = noise + noise_offset * level
     mask = _picked(samples["mask"], form).astype(jnp.float32) if "mask" in samples else None
-    drawn = Draw(x0, captions, conditions, times, noise, mask)
+    drawn = Draw(x0, captions, conditions, times, noise, mask, samples.get("weight"))
     if "prior" not in shared:
         return drawn
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
     index = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
     prior = jax.tree.map(lambda leaf: leaf[index % len(leaf)], shared["prior"])
-    other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty)
+    other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty, noise_offset=noise_offset)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, other)
 
 
@@ -195,6 +209,7 @@ class Objective:
     assemble: Assemble = replaced
     control: ControlNet | None = None
     prior: float = 1.0
+    noise_offset: float = 0.0
 
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
@@ -204,6 +219,9 @@ class Objective:
             raise InputError(
                 "empty", "is the share of empty captions", cure="it must be in 0..1, 1 excluded", value=self.empty
             )
+        if self.noise_offset and self.schedule.is_flow:
+            problem = "is for diffusions, and the model is a flow"
+            raise InputError("noise_offset", problem, cure="leave it out", value=self.noise_offset)
         if self.prior <= 0:
             raise InputError("prior", "must be more than 0", value=self.prior)
         if self.focus is not None and (len(self.focus) != 2 or self.focus[1] <= 0):
@@ -225,6 +243,7 @@ def denoising_loss(
             captions. ``dtype``: dtype of the computation. ``remat``: recompute blocks in the backward pass instead of
             storing activations. ``assemble``: makes the parameters of all components. ``control``: a ControlNet, whose
             parameters are in the component ``CONTROL``. ``prior``: weight of the loss on ``shared["prior"]``.
+            ``noise_offset``: see ``draw``; not for flow models.
 
     Returns:
         A loss over ``denoising_data``. The caller can add ``frozen`` to the shared data: parameters that are used but
@@ -277,9 +296,8 @@ def _denoising_loss(
     objective: Objective,
 ) -> tuple[Array, dict[str, Array]]:
     levels, weights = tables
-    x0, captions, conditions, times, noise, mask = draw(
-        samples, shared, key, levels.size, focus=objective.focus, empty=objective.empty
-    )
+    choices: dict[str, Any] = {name: getattr(objective, name) for name in ("focus", "empty", "noise_offset")}
+    x0, captions, conditions, times, noise, mask, weight = draw(samples, shared, key, levels.size, **choices)
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
     text = captions
@@ -302,7 +320,8 @@ def _denoising_loss(
     else:
         output = _evaluated(p, noisy, timestep, encoded, objective.network, remat=objective.remat)
     errors = squared_error(output, target, mask)
-    weighted = (weights[times] * errors).reshape(-1, len(samples["latents"])).mean(1)
+    weighted = weights[times] * errors * (1.0 if weight is None else weight)
+    weighted = weighted.reshape(-1, len(samples["latents"])).mean(1)
     loss = weighted[0] if "prior" not in shared else weighted[0] + objective.prior * weighted[1]
     return loss, {"mse": errors.mean()}
 

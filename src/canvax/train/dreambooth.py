@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, check_utf8
+from canvax.errors import InputError, check_utf8, conflict
 from canvax.files import check_writable, written
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
@@ -58,6 +58,8 @@ def subject_of(
     check_pictures(training, Subject((instance.prompt,)))
     if instance.class_prompt is None:
         return Subject((instance.prompt,))
+    if training.buckets:
+        raise conflict("class_prompt", "buckets", why="images of the class are square")
     folder = instance.class_pictures or training.folder / "class"
     check_apart(training.pictures, folder)
     _generate_class(folder, instance.class_prompt, instance, training, mesh, say)

@@ -76,6 +76,11 @@ class Plan(PlanRecord):
         if self.warmup is None:
             object.__setattr__(self, "warmup", min(500, self.steps // 10))
 
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The shape of an update's samples: (batch,) or (accumulate, batch)."""
+        return (self.batch,) if self.accumulate == 1 else (self.accumulate, self.batch)
+
     def indices(self, done: int, samples: int) -> HostArray:
         """Return the samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
         flat = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
@@ -90,8 +95,8 @@ def fit(
     Args:
         params: initial parameters, host or device arrays.
         loss: the loss to minimise; each array of its samples is [B, ...].
-        data: a pytree of arrays [samples, ...].
-        samples: number of samples.
+        data: a pytree of arrays [samples, ...]; or a function as for ``run``, such as a ``Dataset``.
+        samples: number of samples of an epoch.
         plan: settings of the run, which must not change when it is resumed; only ``chunk`` may, and at a constant
             learning rate ``steps`` may grow.
         session: folder, devices, deadline and callbacks. ``Session.log`` also gets the learning rate.
@@ -106,7 +111,8 @@ def fit(
     """
     if samples < 1:
         raise InputError("samples", "leaves nothing to train on", value=samples)
-    check_arrays("data", data)
+    if not callable(data):
+        check_arrays("data", data)
     steps, path = plan.steps, session.state
     if path and path.is_file():
         check_same(path, plan, samples, session.about)
@@ -118,9 +124,9 @@ def fit(
         return make_step(loss, _optimizer(plan, steps), **options)(state, samples, shared, key)
 
     state = make_step(loss, _optimizer(plan, steps), **options).init(params)
-    batch = (plan.batch,) if plan.accumulate == 1 else (plan.accumulate, plan.batch)
     about = facts_of(plan, samples) | dict(session.about)
-    more: dict[str, Any] = {"samples": samples, "batch": batch, "seed": plan.seed, "chunk": plan.chunk, "facts": about}
+    more: dict[str, Any] = {"samples": samples, "batch": plan.batches, "seed": plan.seed, "facts": about}
+    more["chunk"] = chunk = 1 if callable(data) else plan.chunk
 
     def advance(state: Any, steps: int, session: Session) -> Any:
         return run_steps(step, state, data, steps, session, shared=(shared, np.int32(steps)), **more)
@@ -129,7 +135,7 @@ def fit(
         steps = read_facts(path)["total"]
     elif plan.minutes is not None:
         steps = _steps_in(
-            plan, lambda session: advance(jax.tree.map(jnp.copy, state), 2 * plan.chunk, session), session
+            plan, lambda session: advance(jax.tree.map(jnp.copy, state), 2 * chunk, session), session, chunk
         )
     if log := session.log:
 
@@ -143,11 +149,11 @@ def fit(
     return averaged(state), finished
 
 
-def _steps_in(plan: Plan, trial: Callable[[Session], Any], session: Session) -> int:
+def _steps_in(plan: Plan, trial: Callable[[Session], Any], session: Session, chunk: int) -> int:
     """Return the number of steps that fit into ``plan.minutes``, by timing two chunks whose result is discarded."""
     seconds: list[float] = []
     trial(Session(None, session.name, session.mesh, log=lambda _, values, __: seconds.append(values["seconds"])))
-    steps = max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
+    steps = max(1, int((plan.minutes or 0) * 60 / min(seconds))) * chunk
     return multihost.broadcast_seeds([steps])[0] if multihost.is_spread(session.mesh) else steps
 
 

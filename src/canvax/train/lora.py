@@ -19,7 +19,7 @@ from canvax.settings import check_all
 from canvax.train import low_rank
 from canvax.train.settings import TASKS, LoraRecord
 from canvax.train.state import in_dtype
-from canvax.train.task import FILE_CAPTIONS, PLAN, InitialState, Subject, Training, train
+from canvax.train.task import FILE_CAPTIONS, PLAN, InitialState, Subject, Training, recorded, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.lora import RECORD
@@ -126,6 +126,7 @@ class Lora(LoraRecord):
             "ss_sd_model_name": written({"model": model.name})["model"],
             "ss_output_name": title,
             RECORD: json.dumps(training.record(model), sort_keys=True),
+            **recorded(training),
         }
         low_rank.write_factors(
             target,

@@ -16,19 +16,24 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from canvax.call import MAX_SIDE
 from canvax.errors import HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.types import HostArray
+
+Opened = TypeVar("Opened")
+Size = tuple[int, int]
+"""Height and width in pixels."""
 
 _NOT_UTF8 = "{}: {} is not UTF-8 text; save it as UTF-8"
 
@@ -47,7 +52,7 @@ _MOST_BYTES = 1 << 30
 """Limit on the uncompressed size of a file: a zip file of a few kilobytes can declare any size."""
 _MASK_FILE = "mask_file"
 """A column added to rows: the mask's path relative to the source."""
-_REPEATS = re.compile(r"\d+_.")
+_REPEATS = re.compile(r"(\d+)_(.+)")
 """Folder names that begin with a number of repeats, as in kohya's trainers."""
 
 
@@ -108,6 +113,131 @@ class Pictures:
         return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") == name])
 
 
+@dataclass(frozen=True, eq=False)
+class PictureFolder:
+    """Captioned images of a folder or a zip file, which are read when they are needed.
+
+    Attributes:
+        files: the folder or zip file.
+        captions: one or more captions for each image.
+        rows: the other columns of each image, including ``file_name``.
+        control: the file of each image's control image; empty without control images.
+        masked: whether masks are read.
+    """
+
+    files: _Files
+    captions: Sequence[Sequence[str]]
+    rows: Sequence[dict[str, Any]]
+    control: Sequence[str] = ()
+    masked: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def source(self) -> Path:
+        """The folder or zip file."""
+        return self.files.source
+
+    @property
+    def masks(self) -> int:
+        """The number of images with a mask that is read."""
+        return sum(_MASK_FILE in row for row in self.rows) if self.masked else 0
+
+    @property
+    def repeats(self) -> HostArray:
+        """The number of times that an epoch has each image: [N] int32, from names of folders such as ``10_ink``."""
+        return np.array([repeats_of(row["file_name"])[0] for row in self.rows], np.int32)
+
+    @property
+    def repeated(self) -> dict[str, int]:
+        """The repeats of each folder whose name has some."""
+        folders = (part for row in self.rows for part in PurePosixPath(row["file_name"]).parts[:-1])
+        return {part: int(match[1]) for part in dict.fromkeys(folders) if (match := _REPEATS.fullmatch(part))}
+
+    def select(self, chosen: Sequence[int]) -> PictureFolder:
+        """Return the chosen images, in this order."""
+        parts: list[Any] = [[part[i] for i in chosen] if part else part for part in (self.captions, self.rows)]
+        return replace(
+            self, captions=parts[0], rows=parts[1], control=[self.control[i] for i in chosen] if self.control else ()
+        )
+
+    def split(self, *names: str) -> PictureFolder:
+        """Return the images whose column ``split`` is one of ``names``; the default is "train"."""
+        return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") in names])
+
+    def header(self, index: int) -> tuple[Size, str, str]:
+        """Return height and width of an upright image, a hash of its file, and one of its control image and mask.
+
+        The files are read, but not decoded.
+
+        Raises:
+            InputError: a file is missing, or the image has no header.
+        """
+        row = self.rows[index]
+        data = self.files.read(row["file_name"])
+        size = _opened(data, f"{self.source}: {row['file_name']}", partial(_upright_size, data))
+        others = [*self.control[index : index + 1], *([row[_MASK_FILE]] if self.masked and _MASK_FILE in row else [])]
+        rest = hashlib.sha256(b"".join(hashlib.sha256(self.files.read(name)).digest() for name in others))
+        return size, hashlib.sha256(data).hexdigest(), rest.hexdigest() if others else ""
+
+    def pixels(self, index: int, size: Size) -> HostArray:
+        """Read an image, resized to cover ``size`` (height, width) and cropped to its centre: [H, W, 3] uint8."""
+        name = self.rows[index]["file_name"]
+        return _fitted(self.files.read(name), f"{self.source}: {name}", size)[0]
+
+    def hint(self, index: int, size: Size) -> HostArray:
+        """Read a control image in the same way."""
+        return _fitted(self.files.read(self.control[index]), f"{self.source}: {self.control[index]}", size)[0]
+
+    def mask(self, index: int, size: Size, sides: Size) -> HostArray | None:
+        """Read the mask of an image of ``sides`` in the same way: [H, W] uint8; None if it has none."""
+        row = self.rows[index]
+        if not self.masked or _MASK_FILE not in row:
+            return None
+        name = row[_MASK_FILE]
+        mask = _opened(self.files.read(name), f"{self.source}: {name}", upright_mask)
+        if mask.size != (sides[1], sides[0]):
+            raise InputError(
+                f"{self.source}: {name} is a mask of {mask.width} x {mask.height} pixels for {row['file_name']}, which "
+                f"has {sides[1]} x {sides[0]}; they must be of the same size"
+            )
+        # The box filter keeps the mean weight, and never exceeds white.
+        return np.asarray(ImageOps.fit(mask, (size[1], size[0]), Image.Resampling.BOX))
+
+    def read(self, size: int) -> Pictures:
+        """Read all images as squares."""
+        shape, frames = (size, size), np.empty((len(self), 4), np.int32)
+
+        def fitted(names: Sequence[str]) -> HostArray:
+            pixels = np.empty((len(self), *shape, 3), np.uint8)
+            for i, name in enumerate(names):
+                pixels[i], frames[i] = _fitted(self.files.read(name), f"{self.source}: {name}", shape)
+            return pixels
+
+        control = fitted(self.control) if self.control else None
+        pixels, masks = fitted([row["file_name"] for row in self.rows]), None
+        if self.masks:
+            each = [self.mask(i, shape, (int(height), int(width))) for i, (height, width, *_) in enumerate(frames)]
+            masks = np.stack([np.full(shape, 255, np.uint8) if mask is None else mask for mask in each])
+        return Pictures(pixels, self.captions, self.rows, frames, control, masks)
+
+
+def frame_of(sides: Size, size: Size) -> tuple[int, int, int, int]:
+    """Return height and width of an image, and top and left of its crop to ``size``, in pixels of the result."""
+    (height, width), (tall, wide) = sides, size
+    grown = max(tall / height, wide / width)
+    return height, width, round((height * grown - tall) / 2), round((width * grown - wide) / 2)
+
+
+def repeats_of(name: str) -> tuple[int, str]:
+    """Return repeats and words in the name of an image's folder, such as ``10_ink``; without them 1 and ""."""
+    for part in PurePosixPath(name).parts[:-1]:
+        if match := _REPEATS.fullmatch(part):
+            return int(match[1]), match[2]
+    return 1, ""
+
+
 def read_pictures(
     source: str | Path,
     size: int,
@@ -133,9 +263,33 @@ def read_pictures(
         InputError: there are no images, an image or mask is missing or damaged, a mask differs in size from its image,
             or a caption is missing.
     """
-    source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
         raise InputError("size", "is too small", cure="give the pixels of a side, such as 512", value=size)
+    folder = open_pictures(
+        source, caption_column=caption_column, captions=captions, control_column=control_column, masked=masked,
+        limit=limit,
+    )  # fmt: skip
+    if repeated := [name for name, times in folder.repeated.items() if times != 1]:
+        problem = f"the number of {repeated[0]!r:.80} is not read as repeats, all pictures count alike"
+        warn(f"{folder.source}: {problem}", HintWarning)
+    return folder.read(size)
+
+
+def open_pictures(
+    source: str | Path,
+    *,
+    caption_column: str = CAPTION,
+    captions: Sequence[str] = (),
+    control_column: str | None = None,
+    masked: bool = False,
+    limit: int | None = None,
+) -> PictureFolder:
+    """Read the captions of a folder or zip file, and open its images; for arguments and errors see ``read_pictures``.
+
+    In a folder named ``10_ink`` each image counts 10 times, and has the caption "ink" if no file has another one, as
+    for kohya's trainers.
+    """
+    source = named_path("pictures", source)
     if limit is not None:
         check_count("limit", limit)
     if isinstance(captions, str):
@@ -158,28 +312,14 @@ def read_pictures(
     if not rows:
         needs = f"it needs {' or '.join(TABLES)}, or .txt files next to pictures that end in {', '.join(SUFFIXES)}"
         raise InputError("pictures", "holds no captioned pictures", cure=needs, value=source)
-    repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
-    if repeated:
-        first = sorted(repeated)[0]
-        warn(f"{source}: the number of {first!r:.80} is not read as repeats, all pictures count alike", HintWarning)
-    frames = np.empty((len(rows), 4), np.int32)
-
-    def fitted(names: Sequence[str]) -> HostArray:
-        pixels = np.empty((len(rows), size, size, 3), np.uint8)
-        for i, name in enumerate(names):
-            pixels[i], frames[i] = _fitted(files.read(name), f"{source}: {name}", size)
-        return pixels
-
-    control = None
-    if control_column is not None:
-        control = fitted([_control_file(row, control_column, source) for row in rows])
-    pixels = fitted([row["file_name"] for row in rows])
-    masks = _masks(files, source, rows, frames, size) if masked else None
+    if masked:
+        _name_masks(files, source, rows)
+    control = [] if control_column is None else [_control_file(row, control_column, source) for row in rows]
     texts = [row.pop(caption_column) for row in rows]
     caption_lists = [[text] if isinstance(text, str) else list(text) for text in texts]
     if not any(caption.strip() for captions in caption_lists for caption in captions):
         warn(f"{source}: all captions are empty, so that pictures are learnt without words", HintWarning)
-    return Pictures(pixels, caption_lists, rows, frames, control, masks)
+    return PictureFolder(files, caption_lists, rows, control, masked)
 
 
 def check_apart(source: str | Path, folder: Path) -> None:
@@ -250,33 +390,17 @@ def _pictures(files: _Files) -> list[str]:
     return [name for name in files.names if name.lower().endswith(SUFFIXES) and not name.lower().endswith(MASK_ENDING)]
 
 
-def _masks(
-    files: _Files, source: Path, rows: Sequence[dict[str, Any]], frames: HostArray, size: int
-) -> HostArray | None:
-    """Read masks [N, size, size] uint8, or None if there are none; sets ``_MASK_FILE`` in the rows with a mask."""
+def _name_masks(files: _Files, source: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Set ``_MASK_FILE`` in the rows with a mask."""
     by_stem = {name[: -len(MASK_ENDING)]: name for name in files.names if name.lower().endswith(MASK_ENDING)}
-    masks = None
-    for i, row in enumerate(rows):
-        name = row.get(_MASK_FILE) or by_stem.get(row["file_name"].rpartition(".")[0])
+    for row in rows:
         if not isinstance(row.get(MASK), str | None):
             raise InputError(
                 f"{source}: {row['file_name']}: {MASK} = {row[MASK]!r} is not the name of a file; with an unmasked "
                 "weight of 1 masks are not read"
             )
-        if not name:
-            continue
-        row[_MASK_FILE] = name
-        mask = _opened(files.read(name), f"{source}: {name}", upright_mask)
-        if mask.size != (frames[i][1], frames[i][0]):
-            raise InputError(
-                f"{source}: {name} is a mask of {mask.width} x {mask.height} pixels for {row['file_name']}, which has "
-                f"{frames[i][1]} x {frames[i][0]}; they must be of the same size"
-            )
-        if masks is None:
-            masks = np.full((len(rows), size, size), 255, np.uint8)
-        # The box filter keeps the mean weight, and never exceeds white.
-        masks[i] = np.asarray(ImageOps.fit(mask, (size, size), Image.Resampling.BOX))
-    return masks
+        if name := row.get(_MASK_FILE) or by_stem.get(row["file_name"].rpartition(".")[0]):
+            row[_MASK_FILE] = name
 
 
 def _tables(files: _Files, source: Path, column: str | None) -> list[dict[str, Any]]:
@@ -369,13 +493,17 @@ def _with_text_files(files: _Files, source: Path, column: str) -> list[dict[str,
             cure="leave it out, or write a table",
             value=column,
         )
-    without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
-    if texts and without:
+    words = {name: repeats_of(name)[1] for name in pictures}  # kohya's captions of pictures without a file
+    without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts and not words[name]]
+    if (texts or any(words.values())) and without:
         others = f" and {len(without) - 1} more" if len(without) > 1 else ""
         raise InputError(f"{source}: {without[0]}{others} has no caption; write one into a .txt file of the same name")
     rows = []
-    for name in pictures if texts else ():
-        text_file = texts[PurePosixPath(name).with_suffix("")]
+    for name in pictures if texts or any(words.values()) else ():
+        text_file = texts.get(PurePosixPath(name).with_suffix(""))
+        if text_file is None:
+            rows.append({"file_name": name, column: words[name]})
+            continue
         try:
             rows.append({"file_name": name, column: files.read(text_file).decode("utf-8-sig").strip()})
         except UnicodeDecodeError as error:
@@ -383,7 +511,7 @@ def _with_text_files(files: _Files, source: Path, column: str) -> list[dict[str,
     return rows
 
 
-def _opened(data: bytes, name: str, turned: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def _opened(data: bytes, name: str, turned: Callable[[Image.Image], Opened]) -> Opened:
     try:
         return turned(Image.open(io.BytesIO(data)))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's SyntaxError: a broken PNG
@@ -392,16 +520,23 @@ def _opened(data: bytes, name: str, turned: Callable[[Image.Image], Image.Image]
         raise InputError(f"{name}: is not a picture that can be read: {reason}") from error
 
 
-def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, int, int, int]]:
-    """Resize and crop an image to [size, size, 3] uint8, with transparent parts on white; also return its frame."""
+def _upright_size(data: bytes, image: Image.Image) -> Size:
+    """Return height and width after the EXIF rotation, from an image's header."""
+    # Pillow decodes a PNG to look for EXIF tags behind the pixels.
+    tagged = image.format != "PNG" or "exif" in image.info or b"eXIf" in data
+    turned = tagged and image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+    width, height = image.size
+    return (width, height) if turned else (height, width)
+
+
+def _fitted(data: bytes, name: str, size: Size) -> tuple[HostArray, tuple[int, int, int, int]]:
+    """Resize and crop an image to [*size, 3] uint8, with transparent parts on white; also return its frame."""
     picture = _opened(data, name, upright_rgb)
-    width, height = picture.size
-    grown = size / min(width, height)
-    frame = (height, width, round((height * grown - size) / 2), round((width * grown - size) / 2))
-    if picture.size != (size, size):
+    (width, height), (tall, wide) = picture.size, size
+    if picture.size != (wide, tall):
         # An integer reduction is an exact box filter: a 128-pixel drawing at 64 is the mean of 2 x 2 pixels.
-        exact = width == height and width % size == 0
+        exact = width * tall == height * wide and width % wide == 0
         picture = (
-            picture.reduce(width // size) if exact else ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
+            picture.reduce(width // wide) if exact else ImageOps.fit(picture, (wide, tall), Image.Resampling.LANCZOS)
         )
-    return np.asarray(picture), frame
+    return np.asarray(picture), frame_of((height, width), size)

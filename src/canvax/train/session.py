@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,9 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import available_bytes, free_bytes
 from canvax.parallel.mesh import make_mesh, replicated
 from canvax.params import Params
+from canvax.settings import declared
 from canvax.train.log import Lines, Log, Progress, read_log
+from canvax.train.settings import PlanRecord, TrainingRecord
 from canvax.train.state import TrainState, apart, check_arrays, load_state, on_host, read_facts, save_state
 from canvax.train.step import averaged
 from canvax.types import Array, HostArray
@@ -156,7 +159,9 @@ def run(
             small (``RESIDENT``), each device gets a copy of it. Otherwise, and with several processes, it stays on the
             host, and each device gets its part of the batches of a chunk. The numbers are the same.
             Or a function ``(steps done, state) -> samples of the next step``, e.g. rollouts with the present
-            parameters; to resume exactly, it must depend on nothing else. None for a step without samples.
+            parameters; to resume exactly, it must depend on nothing else. If its attribute ``ahead`` is true, as that
+            of a ``Dataset``, it ignores the state and is called while the step before runs. None for a step without
+            samples.
         steps: number of steps; a run can be resumed with more.
         session: folder, devices, deadline and callbacks; by default all devices, and nothing is written.
         batch: samples of a step; ``(accumulate, B)`` for ``make_step(accumulate=...)``. The last number is split over
@@ -214,7 +219,7 @@ def run_steps(
     check_arrays("shared", shared)
     writes, spread = multihost.is_main_process(mesh), multihost.is_spread(mesh)
     progress = Progress(session.name, shown=writes)
-    drawn = callable(data)
+    drawn, ahead = callable(data), getattr(data, "ahead", not callable(data))
     if drawn:
         check_function("data", data, 2, "(steps done, state)")
         chunk = 1
@@ -239,7 +244,7 @@ def run_steps(
     def draw(done: int, state: Any) -> Any:
         if not drawn:
             rows = batch_indices(seed, done, chunk, math.prod(batch), samples).reshape(chunk, *batch)
-            return _chunk_of(data, rows, mesh)
+            return send(data, rows, mesh)
         return _placed(apart(data(done, state), state), mesh)
 
     programs: dict[Any, Program] = {}
@@ -250,7 +255,7 @@ def run_steps(
         if key not in programs:
             if drawn:
                 _check_step(step, state, samples, shared)
-            progress.say("compiling")
+            progress.say(f"compiling program {len(programs) + 1}" if programs else "compiling")
             programs[key] = _compile(step, state, samples, shared, mesh, seed, not drawn)
         return programs[key]
 
@@ -289,12 +294,12 @@ def run_steps(
             count = session.next_stop(done, steps, chunk) - done
             state, metrics = program_of(part)(state, part, shared, np.int32(done), np.int32(count))
             done += count
-            waiting = None if drawn or done >= steps else draw(done, state)  # while the devices are busy
+            waiting = draw(done, state) if ahead and done < steps else None  # while the devices are busy
             values = {name: float(value) for name, value in metrics.items()}
             _check_finite("the loss", values.get("loss", 0.0), session.name, done)
             now = time.monotonic()
             seconds = max(now - began, 1e-9)
-            pace = {} if drawn else {"images_per_second": count * math.prod(batch) / seconds}
+            pace = {} if not ahead else {"images_per_second": count * math.prod(batch) / seconds}
             log({**values, "seconds": seconds, **pace}, {})
             stop = bool(signals) or (session.deadline is not None and now >= session.deadline)
             save = now - saved >= session.save_every and not writer.busy()
@@ -395,12 +400,14 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _on_host(data: Any, samples: int) -> Any:
-    """Move the data to host memory, in dtypes that JAX supports."""
+    """Move the data to host memory, in dtypes that JAX supports; leave what is read when it is indexed."""
 
     def host(path: Any, leaf: Any) -> HostArray:
         if not leaf.shape or len(leaf) != samples:
             where = "data" + jax.tree_util.keystr(path)
             raise InputError(f"{where} has shape {leaf.shape} and not one entry for each of samples={samples}")
+        if not hasattr(leaf, "__array__"):  # read when it is indexed
+            return leaf
         return np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
 
     return jax.tree_util.tree_map_with_path(host, data)
@@ -428,11 +435,15 @@ def _indexed(data: Any, samples: int, step: Step, shared: Any, mesh: Mesh) -> tu
         data, shared = shared
         return step(state, jax.tree.map(lambda leaf: leaf[rows], data), shared, key)
 
-    return np.arange(samples, dtype=np.int32), gathered, (jax.device_put(data, replicated(mesh)), shared)
+    whole = jax.tree.map(lambda leaf: leaf[:], data)
+    return np.arange(samples, dtype=np.int32), gathered, (jax.device_put(whole, replicated(mesh)), shared)
 
 
-def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:
-    """Send the samples of a chunk, [chunk, *batch, ...], to the devices; a process sends its devices' part."""
+def send(data: Any, indices: HostArray, mesh: Mesh) -> Any:
+    """Send samples, [*indices.shape, ...], to the devices, split at the last axis of ``indices``.
+
+    A process sends its devices' part.
+    """
     split = NamedSharding(mesh, PartitionSpec(*[None] * (indices.ndim - 1), "data"))
 
     def put(leaf: HostArray) -> Array:
@@ -483,10 +494,11 @@ def _largest(state: Any) -> Array:
     return jnp.stack([jnp.zeros(()), *(jnp.abs(leaf).max() for leaf in leaves)]).max()
 
 
-def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -> HostArray:
+def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int, stream: int = 0) -> HostArray:
     """Return the samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
 
-    Each epoch is a random permutation of all samples, a function only of the seed and the position.
+    Each epoch is a random permutation of all samples, a function only of the seed and the position. Another ``stream``
+    has other permutations.
     """
     for name, value in (("steps", steps), ("batch", batch), ("samples", samples)):
         check_count(name, value)
@@ -495,10 +507,15 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
     first, last = start * batch, (start + steps) * batch
     out = np.empty(last - first, np.int32)
     for epoch in range(first // samples, -(-last // samples)):
-        order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(samples)
+        order = _permutation(seed, epoch, samples, stream)
         begin, end = max(first, epoch * samples), min(last, (epoch + 1) * samples)
         out[begin - first : end - first] = order[begin - epoch * samples : end - epoch * samples]
     return out.reshape(steps, batch)
+
+
+@lru_cache(maxsize=8)
+def _permutation(seed: int, epoch: int, samples: int, stream: int) -> HostArray:
+    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, stream])).permutation(samples)
 
 
 def step_key(seed: int, step: Array | int) -> Array:
@@ -556,10 +573,12 @@ def _compile(step: Step, state: Any, samples: Any, shared: Any, mesh: Mesh, seed
 def differences(path: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return which facts differ from those of a state file, and how."""
     # Compares values as JSON stores them; fields missing in files of earlier versions had these defaults.
-    now, old = (
-        json.loads(json.dumps(dict(facts))),
-        {"accumulate": 1, "rates": {}, "optimizer": "adamw"} | read_facts(path),
-    )
+    now = json.loads(json.dumps(dict(facts)))
+    usual = {name: field.default for part in (PlanRecord, TrainingRecord) for name, field in declared(part).items()}
+    old = usual | {"rates": {}, "times": "uniform"} | read_facts(path)
+    for name in ("pictures", "prior"):
+        if len(str(old.get(name))) == 16 and name in now:  # a hash of pixels, by earlier versions
+            old[name] = now[name]
     return {name: f"was {old.get(name)}, now {value}" for name, value in now.items() if old.get(name) != value}
 
 

@@ -94,7 +94,7 @@ class TrainingRecord:
     )  # fmt: skip
     empty: float = setting(
         0.1, "share of captions that are left out", low=0, high=1, below=True, cure="0.1 is usual", metavar="SHARE",
-        flags=("--empty-captions", "--proportion-empty-prompts"),
+        flags=("--empty-captions", "--proportion-empty-prompts", "--caption-dropout-rate"),
     )  # fmt: skip
     unmasked_weight: float | None = setting(
         None, "smallest weight of pixels outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
@@ -127,11 +127,51 @@ class TrainingRecord:
         flags=("--tensorboard", "--logging-dir"),
     )  # fmt: skip
     loading: Mapping[str, Any] = field(default_factory=dict)
-    times: Times = setting(
-        "uniform", "training times: uniform, logit-normal (more in the middle), or shifted for the size of images",
-        metavar="NAME", flags=("--times", "--timestep-sampling"),
+    times: Times | None = setting(
+        None, "training times: uniform, logit-normal (more in the middle), or shifted for the size of images",
+        unset="the model family's", metavar="NAME", flags=("--times", "--timestep-sampling"),
     )  # fmt: skip
     fsdp: bool = setting(False, "split trained weights and moments over the devices")
+    buckets: bool = setting(
+        False, "train images of other shapes at sizes of the same area, instead of cropping them to squares",
+        flags=("--buckets", "--enable-bucket"),
+    )  # fmt: skip
+    bucket_step: int = setting(
+        64, "divisor of the sides of buckets", low=8, high=MAX_SIDE, error_without="buckets=True", metavar="PIXELS",
+        flags=("--bucket-step", "--bucket-reso-steps"),
+    )  # fmt: skip
+    bucket_min: int | None = setting(
+        None, "shortest side of a bucket", low=8, high=MAX_SIDE, error_without="buckets=True", unset="half of --size",
+        metavar="PIXELS", flags=("--bucket-min", "--min-bucket-reso"),
+    )  # fmt: skip
+    bucket_max: int | None = setting(
+        None, "longest side of a bucket", low=8, high=MAX_SIDE, error_without="buckets=True", unset="twice --size",
+        metavar="PIXELS", flags=("--bucket-max", "--max-bucket-reso"),
+    )  # fmt: skip
+    encoded: Any = setting(
+        None, "folder that keeps encoded images and texts, for several runs", metavar="FOLDER",
+        unset="encoded in the folder of the run",
+    )  # fmt: skip
+    shuffle_captions: bool = setting(
+        False, "shuffle the comma-separated tags of a caption in each step",
+        flags=("--shuffle-captions", "--shuffle-caption"),
+    )  # fmt: skip
+    keep_tokens: int = setting(
+        0, "tags at the beginning that stay where they are", low=0, high=10**4, error_without="shuffle_captions=True",
+        metavar="N",
+    )  # fmt: skip
+    noise_offset: float = setting(
+        0.0, "share of noise that is the same all over a channel, for darker and brighter images; 0.05 is usual", low=0,
+        high=1, cure="0.05 is usual", metavar="SHARE",
+    )  # fmt: skip
+    regularisation: Any = setting(
+        None, "folder of captioned images of the class (prior preservation), as many as of the others in an epoch",
+        metavar="FOLDER", flags=("--regularisation", "--reg-data-dir"),
+    )  # fmt: skip
+    regularisation_weight: float = setting(
+        1.0, "weight of the loss on images of the class", low=0, high=10**6, above=True, cure="1 is usual",
+        error_without="regularisation='class'", flags=("--regularisation-weight", "--prior-loss-weight"),
+    )  # fmt: skip
 
 
 _TEXT: dict[str, Any] = {
@@ -290,6 +330,7 @@ PLAN: Mapping[str, Any] = {
 }  # fmt: skip
 """The usual plan for Stable Diffusion: AdamW with a constant learning rate."""
 _OF_LORA = {"learning_rate": 1e-4}
+_CLASS = ("regularisation", "regularisation_weight")
 
 TASKS: Mapping[str, Task] = {
     "finetune": Task(
@@ -309,20 +350,21 @@ TASKS: Mapping[str, Task] = {
         "Train on a few images of one thing, with a rare word for it, and on images that the model generates of its "
         "class. Trains the whole UNet, or with --lora a LoRA, by default at its learning rate, 1e-4.",
         "images of the thing; captions are not read", "the model is written to model/, or the LoRA to the folder",
-        (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=(),
+        (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=_CLASS,
     ),
     "textual-inversion": Task(
         "teach a model a new word",
         "Train only the vectors of a new word, on a few images of its meaning.",
         "images of what the word means; captions are not read", "the word is learned_embeds.safetensors",
         (InversionRecord, WordCaptions), {"steps": 5000, "learning_rate": 5e-4}, captioned=False,
+        without=("quantize", *_CLASS),
     ),
     "controlnet": Task(
         "train a ControlNet on pairs of images",
         "Train a copy of the UNet's down blocks to read control images. Rows of the table of captions name a "
         "control image for each image.",
         "images, control images and captions", "the network is written to controlnet/",
-        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", "preview_steps"),
+        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", "preview_steps", *_CLASS),
     ),
 }  # fmt: skip
 """The kinds of training by the name of their command."""

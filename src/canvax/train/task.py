@@ -6,23 +6,29 @@ here: opening the model, reading and encoding images, the loop, previews, and re
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import escape
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from canvax.call import LOCATION, PARTS, Load
-from canvax.errors import HintWarning, InputError, check_utf8, needs
+from canvax.errors import HintWarning, InputError, check_utf8, conflict, needs
 from canvax.families.base import Model
+from canvax.files import check_writable, first_there, named_path
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
-from canvax.parallel.memory import available_bytes, gigabytes
+from canvax.parallel.memory import gigabytes
+from canvax.parallel.mesh import replicated
 from canvax.parallel.multihost import fail_together, is_main_process, is_spread
 from canvax.params import Params
 from canvax.pipelines.checks import default_dtype
@@ -33,15 +39,19 @@ from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.settings import check_all
+from canvax.settings import check_all, declared
 from canvax.train import settings
-from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
-from canvax.train.encoding import encode_captions, encode_pictures
+from canvax.train.buckets import bucket_sizes, describe_buckets, nearest_bucket
+from canvax.train.dataset import Dataset
+from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced
+from canvax.train.encoding import encode_captions
+from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, evened, items_of, keep, shuffling
+from canvax.train.kept import Store, fingerprint, name_of
 from canvax.train.log import TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
-from canvax.train.settings import TrainingRecord
+from canvax.train.pictures import MASK, PictureFolder, Size, check_apart, open_pictures, read_pictures
+from canvax.train.settings import PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -80,9 +90,24 @@ class Training(TrainingRecord):
             result (``numbered``); None to save only the result.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
         loading: further arguments of ``canvax.load``: where files come from, ``prediction_type`` and ``scheduler``.
-        times: distribution of the training times: "uniform"; "logit-normal" (Esser et al. 2024, section 3.1); or
-            "shifted" as at inference, for flow models whose times depend on the image size.
+        times: distribution of the training times: "uniform", of the scheduler's; "logit-normal" (Esser et al. 2024,
+            section 3.1); or "shifted" as at inference, for flow models whose times depend on the image size. By default
+            that of the model's family: "shifted" for those models, "uniform" for others.
         fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
+        buckets: train an image at the size of about ``size`` x ``size`` pixels that is nearest to its shape; all images
+            of an update have the same size.
+        bucket_step: divisor of the sides of buckets.
+        bucket_min: shortest side of a bucket, by default half of ``size``.
+        bucket_max: longest side of a bucket, by default twice ``size``.
+        shuffle_captions: shuffle the comma-separated tags of captions in each step; not for models whose captions are
+            encoded before.
+        keep_tokens: tags at the beginning of a caption that stay where they are.
+        noise_offset: strength of noise that is the same all over a channel (Guttenberg 2023); not for flow models.
+        regularisation: folder of captioned class images, which keep the model from forgetting (prior preservation).
+            They come as often as the other images, as in kohya's trainers.
+        regularisation_weight: weight of the loss on class images.
+        encoded: folder of encoded images and texts, which are read again by the next run; by default ``encoded`` in
+            ``folder``.
     """
 
     plan: Plan = PLAN
@@ -97,6 +122,8 @@ class Training(TrainingRecord):
         self.source()
         if self.tensorboard is not None:
             check_board(self.tensorboard)
+        if self.encoded is not None:
+            check_writable("encoded", named_path("encoded", self.encoded))
 
     def source(self) -> dict[str, Any]:
         """Return the keywords of ``open_model`` that say where the model is and what its files do not say."""
@@ -249,40 +276,39 @@ def train(
     target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
-    inputs: list[tuple[int, Pictures, Pictures | None, bool]] = []
+    inputs: list[Inputs] = []
 
     def check(model: Model) -> None:  # before weights are downloaded
         inputs.append(_read_inputs(training, aim, subject, model))
 
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
     model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False, **training.source())
-    ((size, pictures, prior, masked),) = inputs
-    inputs.clear()
+    (given,) = inputs
     # All class images have one caption.
-    sets = [pictures.captions] if prior is None else [pictures.captions, prior.captions[:1]]
-    captions = [[[model.concepts.spelled(text) for text in texts] for texts in of_all] for of_all in sets]
-    lengths = _text_lengths(model, _texts(captions))
+    sets = [_spelled(model, items) for items in (given.items, given.prior[:1]) if items]
+    lengths = _text_lengths(model, _texts(sets))
     length = min(lengths)
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
-    decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest(), **_decisive(training, aim)}
-    if prior is not None:
-        decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
-    if masked:
+    decisive = {"size": given.size, "dtype": np.dtype(dtype).name, "pictures": digest(given.items)}
+    schedule = model.scheduler.schedule
+    times = training.times or ("shifted" if schedule.size_shift else "uniform")
+    decisive |= {**_decisive(training, aim), "times": times}
+    if given.prior:
+        decisive |= {"prior": digest(given.prior), "prior_weight": subject.prior_weight}
+    if given.masked:
         decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
+    count = sum(item.repeats for item in given.items)
     if (state := training.folder / aim.part / STATE).is_file():
-        check_same(state, plan, len(pictures), decisive)  # before anything is encoded
-    say(
-        f"{len(pictures)} pictures at {size} x {size}"
-        + (f", {pictures.masked} of them masked" if pictures.masked else "")
-        + _cropped(pictures)
-    )
+        check_same(state, plan, count, decisive)  # before anything is encoded
+    say(given.described())
     make_folder(training.folder)  # fails before an hour's work, not after
     if target.exists() and is_main_process(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
+    store = Store(named_path("encoded", training.encoded or training.folder / "encoded"))
     unet, kept = model.networks.denoiser.component == "unet", None
     if not unet:  # the language model leaves the devices before the transformer comes
-        kept = _features(model, training, mesh, dtype, captions, lengths)
+        kept = _features(model, training, mesh, dtype, sets, lengths, store, say)
     # What is frozen would take in float32 the memory that gradients need.
     exact, opened = {"vae", *aim.exact(model)} if unet else set[str](), {"quantize": training.quantize, "mesh": mesh}
     opened |= training.source()
@@ -295,23 +321,21 @@ def train(
         params |= {name: frozen[name] for name in rest}
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     readers = model.tokenizers if kept is None else kept.readers
-    data, shared = _data(pictures, captions[0], readers, training, model, params, mesh, length, masked=masked)
-    if prior is not None:
-        shared["prior"], _ = _data(prior, captions[1], readers, training, model, params, mesh, length, masked=masked)
-    count, pictures, prior = len(pictures), None, None  # their pixels would stay in memory during the run
+    data, shared = _data(given, sets, readers, length, training, model, params, mesh, plan, store, say)
     shared["frozen"] = start.frozen
     loss = denoising_loss(
         model.text if kept is None else None,
         model.unet if unet else model.networks.denoiser,
-        _schedule(model, size, training.times),
+        _schedule(model, given.size, times),
         gamma=training.gamma,
-        focus=(0.0, 1.0) if training.times == "logit-normal" else None,
+        focus=(0.0, 1.0) if times == "logit-normal" else None,
         empty=training.empty,
         dtype=dtype,
         remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
         assemble=start.assemble,
         control=start.control,
         prior=subject.prior_weight,
+        noise_offset=training.noise_offset,
     )
     board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
@@ -346,10 +370,22 @@ def train(
 
 def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     """Return settings that must not change when a run is resumed."""
-    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
-    same |= {"times": training.times} if training.times != "uniform" else {}  # files of earlier versions have none
+    names = ("flip", "gamma", "empty", "quantize", "noise_offset", "shuffle_captions", "keep_tokens", "buckets")
+    same = {name: getattr(training, name) for name in (*names, "bucket_step", "bucket_min", "bucket_max")}
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
+
+
+def recorded(training: Training) -> dict[str, str]:
+    """Return the settings of a run for the metadata of its result: the plan, and what differs from the defaults."""
+    values = {name: getattr(training.plan, name) for name in declared(PlanRecord)}
+    for name, field in declared(TrainingRecord).items():
+        value = getattr(training, name)
+        if name not in ("dtype", "encoded", "tensorboard", "fsdp", "prompts", "preview_steps", "save_steps") and (
+            value != field.default
+        ):
+            values[name] = Path(value).name if name == "regularisation" else value
+    return {"canvax.training": json.dumps(values, default=str, sort_keys=True)}
 
 
 def _schedule(model: Model, size: int, times: str) -> NoiseSchedule:
@@ -398,6 +434,12 @@ def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
         raise InputError("times", problem, cure="leave it out", value="shifted")
     if training.gamma is not None and schedule.is_flow:
         raise InputError("gamma", f"is not for {model.name}, a flow model", cure="leave it out", value=training.gamma)
+    if training.noise_offset and schedule.is_flow:
+        problem = f"is not for {model.name}, a flow model"
+        raise InputError("noise_offset", problem, cure="leave it out", value=training.noise_offset)
+    if training.shuffle_captions and model.networks.denoiser.component != "unet":
+        problem, cure = f"is not for {model.name}, whose captions are encoded before", "give images several captions"
+        raise InputError("shuffle_captions", problem, cure=cure, value=True)
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
         problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
         raise InputError("model", problem, cure="train a LoRA", value=training.model)
@@ -454,88 +496,107 @@ def check_pictures(training: Training, subject: Subject) -> None:
     options = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK
     read_pictures(training.pictures, 8, caption_column=column, masked=masked, **options)
+    if training.regularisation is not None:
+        _read(training.regularisation, training, (), None, "regularisation")
 
 
-def _read_inputs(
-    training: Training, aim: TrainingTask, subject: Subject, model: Model
-) -> tuple[int, Pictures, Pictures | None, bool]:
-    """Check the model; return the side of the images, the images, the class images, and whether there are masks."""
+@dataclass(frozen=True)
+class Inputs:
+    """The images of a training.
+
+    Attributes:
+        size: side of a square image.
+        items: the images, with those of ``regularisation`` at the end.
+        prior: the class images of ``Subject``.
+        masked: whether there are masks.
+        left_out: number of images of ``regularisation`` that are not used.
+    """
+
+    size: int
+    items: Sequence[Item]
+    prior: Sequence[Item]
+    masked: bool
+    left_out: int = 0
+
+    def described(self) -> str:
+        """Return the line about the images before a run."""
+        (first, *others), groups = list({item.folder: None for item in self.items}), by_size(self.items)
+        text = f"{len(first)} pictures at {self.size} x {self.size}"
+        text += (f", {first.masks} of them masked" if first.masks else "") + cropped(self.items)
+        text += "".join(f", {name} {repeats} times" for name, repeats in first.repeated.items())
+        for _ in others:
+            more = self.items[len(first) :]
+            counts = sorted({item.repeats for item in more})
+            text += f"; {len(more)} of the class, {' to '.join(map(str, counts[:1] + counts[1:][-1:]))} times each"
+            text += f", without {self.left_out} more, which would be too many" if self.left_out else ""
+        if groups.keys() != {(self.size, self.size)}:
+            text += f"; {describe_buckets(list(groups), [len(items) for items in groups.values()])}"
+            text += "; each has a program, which is compiled when its first batch comes"
+        return text
+
+
+def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model: Model) -> Inputs:
+    """Check the model; read headers and masks of the images."""
     _check_model(training, aim, model)
+    if subject.prior is not None and training.buckets:
+        raise conflict("prior", "buckets", why="images of the class are square")
     size = size_of(training, model)
-    pictures = _read(training.pictures, size, training, subject.captions, subject.control_column)
-    prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
-    return size, pictures, prior, _check_masks(training, [pictures] if prior is None else [pictures, prior])
+    square, fitted = (size, size), _buckets(training, size, model)
+    items, left_out = items_of(_read(training.pictures, training, subject.captions, subject.control_column), fitted), 0
+    if training.regularisation is not None:
+        if subject.control_column is not None or subject.prior is not None:
+            name = "control_column" if subject.prior is None else "prior"
+            raise conflict("regularisation", name)
+        count, weight = sum(item.repeats for item in items), training.regularisation_weight
+        of_class = items_of(_read(training.regularisation, training, (), None, "regularisation"), fitted, weight=weight)
+        items, left_out = [*items, *(used := evened(of_class, count))], len(of_class) - len(used)
+    prior = []
+    if subject.prior is not None:
+        prior = items_of(_read(subject.prior, training, (subject.prior_caption,), None), lambda _: square)
+    return Inputs(size, items, prior, check_masks([*items, *prior], training.unmasked_weight), left_out)
+
+
+def _buckets(training: Training, size: int, model: Model) -> Callable[[Size], Size]:
+    """Return the function that chooses the size of an image by its sides."""
+    if not training.buckets:
+        return lambda _: (size, size)
+    if training.bucket_step % (step := _size_step(model)):
+        raise InputError("bucket_step", f"must be divisible by {step}", value=training.bucket_step)
+    sizes = bucket_sizes(size, training.bucket_step, training.bucket_min, training.bucket_max)
+    return partial(nearest_bucket, sizes=sizes)
 
 
 def size_of(training: Training, model: Model) -> int:
     """Return the side of the images; raise InputError if the model does not support it."""
     size = training.size or model.native_size[0]
-    step = 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
-    if size % step:
+    if size % (step := _size_step(model)):
         raise InputError("size", f"must be divisible by {step}", value=size)
     return size
 
 
+def _size_step(model: Model) -> int:
+    """Return the divisor of the sides of images."""
+    return 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
+
+
 def _read(
-    source: str | Path, size: int, training: Training, captions: Sequence[str], control_column: str | None
-) -> Pictures:
-    pictures = read_pictures(
-        source,
-        size,
-        caption_column=training.caption_column,
-        captions=captions,
-        control_column=control_column,
-        masked=training.unmasked_weight != 1 and control_column != MASK,
-    ).split("train")
-    if not len(pictures):
-        raise InputError("pictures", "has no picture of the split 'train'", value=source)
+    source: str | Path, training: Training, captions: Sequence[str], control: str | None, name: str = "pictures"
+) -> PictureFolder:
+    column, masked = training.caption_column, training.unmasked_weight != 1 and control != MASK
+    try:
+        pictures = open_pictures(
+            source, caption_column=column, captions=captions, control_column=control, masked=masked
+        )
+    except InputError as error:
+        raise (error.about(name) if error.argument == "pictures" else error) from None
+    if not len(pictures := pictures.split("train")):
+        raise InputError(name, "has no picture of the split 'train'", value=source)
     return pictures
 
 
-def _cropped(pictures: Pictures) -> str:
-    """Return a clause on the images that lose a hundredth or more when they are cropped to a square."""
-    sides = pictures.frames[:, :2]
-    lost = 1 - sides.min(1) / sides.max(1)
-    count = int((lost >= 0.01).sum())
-    return f", {count} of them cropped by up to {lost.max():.0%}" if count else ""
-
-
-def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
-    """Return whether there are masks.
-
-    Raises:
-        InputError: a mask excludes a whole image, or ``unmasked_weight`` is set without masks.
-    """
-    weight = training.unmasked_weight
-    for pictures in sets:
-        if pictures.masks is None or weight:
-            continue
-        black = np.flatnonzero(pictures.masks.max((1, 2)) == 0)
-        if len(black):
-            raise InputError(
-                f"the mask of {pictures.rows[black[0]]['file_name']} is black all over what is kept of it, so that "
-                "nothing is learned of it; paint white what counts, leave it out, or give an unmasked weight of 0.1"
-            )
-    masked = any(pictures.masks is not None for pictures in sets)
-    if weight is not None and weight != 1 and not masked:
-        raise InputError(
-            "unmasked_weight",
-            "has no effect: no picture has a mask",
-            cure=f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
-            value=weight,
-        )
-    return masked
-
-
-def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
-    """Return weights of the latents' positions [N, h, w] float32: means of the mask's pixels, at least ``least``.
-
-    Without masks all weights are 1.
-    """
-    count, *shape = pictures.pixels.shape[:3]
-    masks = np.full((count, *shape), 255, np.uint8) if pictures.masks is None else pictures.masks
-    cells = masks.reshape(count, shape[0] // factor, factor, shape[1] // factor, factor)
-    return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
+def _spelled(model: Model, items: Iterable[Item]) -> Captions:
+    """Return the captions of images with the model's concepts spelled out."""
+    return [[model.concepts.spelled(text) for text in item.captions] for item in items]
 
 
 def _texts(sets: Iterable[Captions], *further: str) -> list[str]:
@@ -576,83 +637,113 @@ class _Features:
 
 
 def _features(
-    model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], lengths: Sequence[int]
+    model: Model,
+    training: Training,
+    mesh: Mesh,
+    dtype: DType,
+    sets: Sequence[Captions],
+    lengths: Sequence[int],
+    store: Store,
+    say: Callable[[str], None],
 ) -> _Features:
-    """Encode each text of a run once, with a language model that is on the devices only during this call.
+    """Encode the texts that the store lacks, with a language model that is on the devices only during this call.
 
     Raises:
-        InputError: the features do not fit into the memory of the host.
+        InputError: the features do not fit on the disk.
     """
     distinct = list(dict.fromkeys(_texts(sets, "")))
-    rows = sum(len(captions) * max(map(len, captions)) for captions in sets) + len(distinct)
-    needed = rows * model.text.rows(lengths) * model.text.width * np.dtype(dtype).itemsize
-    available = available_bytes()
-    if available is not None and needed > available:
-        problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
-        cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
-        raise InputError("pictures", problem, cure=cure, value=training.pictures)
-    model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names, **training.source())
+    wanted = [(text, tuple(lengths)) for text in distinct]
+    shown = list(dict.fromkeys([*training.prompts, ""])) if training.prompts else []
+    long = _text_lengths(model, shown) if shown else ()
+    wanted += [(text, long) for text in shown]
+    opened = {"dtype": dtype, "mesh": mesh, **training.source()}
+    files, *_ = open_model(training.model, weights={"vae"}, **opened)  # the others are fetched, too
+    network = ["text", fingerprint(files, files.text.names), np.dtype(dtype).name]
 
-    def encoded(texts: Sequence[str], lengths: Sequence[int]) -> dict[str, HostArray]:
-        inputs = {
-            encoder.component: encoder.read(model.tokenizers[encoder.component], texts, length)
-            for encoder, length in zip(model.text.encoders, lengths, strict=True)
+    def inputs(text: str, lengths: Sequence[int]) -> dict[str, dict[str, HostArray]]:
+        each = zip(files.text.encoders, lengths, strict=True)
+        return {
+            encoder.component: encoder.read(files.tokenizers[encoder.component], [text], length)
+            for encoder, length in each
         }
-        return encode_captions({name: params[name] for name in inputs}, inputs, model.text, mesh)
 
-    def reader(feature: HostArray) -> Reader:
-        row = {text: index for index, text in enumerate(distinct)}
-        return lambda texts, *, length: feature[[row[text] for text in texts]]
+    read = [inputs(*text) for text in wanted]
+    names = [
+        name_of(network, *(array for _, arrays in sorted(part.items()) for _, array in sorted(arrays.items())))
+        for part in read
+    ]
+    if missing := store.missing(names):
+        needed = sum(model.text.rows(wanted[i][1]) for i in missing) * model.text.width * np.dtype(dtype).itemsize
+        available = disk_usage(first_there(store.folder)).free
+        if needed > available:
+            problem = f"has captions whose features need {gigabytes(needed)} of disk"
+            cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
+            raise InputError("pictures", problem, cure=cure, value=training.pictures)
+        say(f"encoding {len(missing)} of {len(names)} texts into {store.folder}")
+        _, _, params = open_model(training.model, weights=files.text.names, **opened)
+        params = jax.device_put({name: params[name] for name in files.text.names}, replicated(mesh))
+        for part in _alike(missing, read):
+            stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *(read[i] for i in part))
+            features = encode_captions(params, stacked, files.text, mesh)
+            rows = [{key: array[i] for key, array in features.items()} for i in range(len(part))]
+            keep(store, [names[i] for i in part], rows, mesh)
+    else:
+        say(f"{len(names)} encoded texts are kept in {store.folder}")
+    name = dict(zip(wanted, names, strict=True))
 
-    readers = {name: reader(feature) for name, feature in encoded(distinct, lengths).items()}
+    def reader(key: str) -> Reader:
+        return lambda texts, *, length: store.rows(np.array([name[text, wanted[0][1]] for text in texts], object), key)
+
+    def whole(texts: Sequence[str]) -> dict[str, HostArray]:
+        of_all = [store.read(name[text, long]) for text in texts]
+        return {key: np.stack([arrays[key] for arrays in of_all]) for key in of_all[0]}
+
+    readers = {key: reader(key) for key in store.read(names[0])}
     prompts: dict[str, Any] = {}
     if training.prompts:
-        lengths = _text_lengths(model, [*training.prompts, ""])
-        prompts["prompt"] = encoded(training.prompts, lengths)
+        prompts["prompt"] = whole(training.prompts)
         if model.family.guides(model.networks, model.defaults.guidance_scale):
-            prompts["negative_prompt"] = encoded([""] * len(training.prompts), lengths)
+            prompts["negative_prompt"] = whole([""] * len(training.prompts))
     return _Features(readers, prompts)
 
 
+def _alike(chosen: Sequence[int], read: Sequence[Any], count: int = 4) -> Iterator[list[int]]:
+    """Yield the chosen entries in groups of at most ``count`` whose arrays have the same shapes."""
+    groups: dict[Any, list[int]] = {}
+    for i in chosen:
+        groups.setdefault(tuple(leaf.shape for leaf in jax.tree.leaves(read[i])), []).append(i)
+    for group in groups.values():
+        yield from (group[start : start + count] for start in range(0, len(group), count))
+
+
 def _data(
-    pictures: Pictures,
-    captions: Captions,
+    given: Inputs,
+    sets: Sequence[Captions],
     readers: Mapping[str, Reader],
+    length: int,
     training: Training,
     model: Model,
     params: Params,
     mesh: Mesh,
-    length: int,
-    *,
-    masked: bool,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Encode all images, and return the samples and shared data of ``denoising_data``."""
-    forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
-    latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
-    control = None
-    if pictures.control is not None:
-        control = np.stack([pictures.control[:, :, form] for form in forms], axis=1)
-    mask = None
-    if masked:
-        weights = _mask(pictures, model.vae.factor, training.unmasked_weight or 0.0)
-        mask = np.stack([weights[:, :, form] for form in forms], axis=1)
-    time_ids = None
-    if model.networks.size_numbers:
-        size = pictures.pixels.shape[1:3]
-        time_ids = np.stack([_size_conditions(model, size, frame) for frame in pictures.frames])
-    return denoising_data(
-        readers,
-        np.stack(latents, axis=1),
-        captions,
-        length,
-        time_ids=time_ids,
-        control=control,
-        mask=mask,
-    )
-
-
-def _size_conditions(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarray:
-    """Return SDXL's size conditions of an image: original size, corner of the crop, target size."""
-    height, width, top, left = map(int, frame)
-    options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
-    return model.size_conditions(size[0], size[1], options)[0]["time_ids"]
+    plan: Plan,
+    store: Store,
+    say: Callable[[str], None],
+) -> tuple[Any, dict[str, Any]]:
+    """Encode all images, and return the samples and shared data of ``denoising_data``, or a ``Dataset`` of samples."""
+    least = (training.unmasked_weight or 0.0) if given.masked else None
+    weighted = training.regularisation is not None
+    encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, weighted, say)
+    encoder.encode([*given.items, *given.prior])
+    groups = list(by_size(given.items).values())
+    parts = [encoder.samples(items, readers, _spelled(model, items), length) for items in groups]
+    data, shared = parts[0]
+    repeats = [[item.repeats for item in items] for items in groups]
+    changed = None
+    if training.shuffle_captions:
+        changed = shuffling([_spelled(model, items) for items in groups], readers, length, training.keep_tokens)
+    if changed or len(groups) > 1 or max(max(of_each) for of_each in repeats) > 1:
+        data = Dataset([samples for samples, _ in parts], plan.batches, mesh, plan.seed, repeats, changed)
+    if given.prior:
+        prior, _ = encoder.samples(given.prior, readers, sets[1], length)
+        shared["prior"] = jax.tree.map(lambda leaf: leaf[:], prior)
+    return data, shared

@@ -19,7 +19,7 @@ from canvax.params import Params
 from canvax.settings import check_all, check_setting
 from canvax.train.settings import TASKS, InversionRecord, Learn, WordCaptions
 from canvax.train.state import in_dtype
-from canvax.train.task import PLAN, InitialState, Subject, Training, train
+from canvax.train.task import PLAN, InitialState, Subject, Training, recorded, train
 from canvax.types import Array, DType, HostArray
 from canvax.weights.embeddings import check_token
 from canvax.weights.safetensors import ArrayToSave, write_safetensors
@@ -142,7 +142,7 @@ class Inversion(InversionRecord):
             to_save = ArrayToSave(self.token, rows.shape, rows.dtype, partial(np.asarray, rows))
             target.parent.mkdir(parents=True, exist_ok=True)
             path = target.parent / names[part]
-            write_safetensors(path.with_stem(path.stem + step), [to_save], {"format": "pt"})
+            write_safetensors(path.with_stem(path.stem + step), [to_save], {"format": "pt", **recorded(training)})
         return target
 
 

@@ -1,0 +1,429 @@
+"""The images of a training: buckets of shapes, repeats, and what is kept on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import canvax
+from canvax.errors import CheckpointError, InputError
+from canvax.models.clip import clip_encoders
+from canvax.parallel.mesh import make_mesh
+from canvax.samplers.schedule import NoiseSchedule, make_betas
+from canvax.train import diffusion, inputs, task
+from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
+from canvax.train.dataset import Dataset
+from canvax.train.diffusion import denoising_data, denoising_loss, draw
+from canvax.train.inputs import Item, evened, shuffled
+from canvax.train.kept import Store
+from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
+from canvax.train.lora import Lora, train_lora
+from canvax.train.pictures import open_pictures
+from canvax.train.session import batch_indices, differences
+from canvax.train.state import save_state
+from canvax.train.task import Subject, Training
+from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata, write_safetensors
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, UNET, write_small_checkpoint
+from tests.support.small_sdxl import build as build_xl
+
+PLAN = Plan(steps=6, batch=2, chunk=2, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
+SCHEDULE = NoiseSchedule.from_betas(make_betas("scaled_linear", 0.00085, 0.012, 1000), "v_prediction")
+SHAPES = {"a": (96, 32), "b": (90, 30), "c": (32, 96), "d": (60, 60), "e": (64, 60)}
+"""Width and height of images."""
+
+
+def one() -> Any:
+    return make_mesh(jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd", unet=SHALLOW_UNET)
+
+
+def write_shapes(folder: Path, **shapes: tuple[int, int]) -> Path:
+    """Random images of these widths and heights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for name, (width, height) in (shapes or SHAPES).items():
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"picture {name}")
+    return folder
+
+
+def training(model: Path, pictures: Path, folder: Path, **more: Any) -> Training:
+    return Training(model, pictures, folder, **{"plan": PLAN, "size": 64, **more})
+
+
+BUCKETS: dict[str, Any] = {"buckets": True, "bucket_step": 16}
+
+
+# Buckets
+
+
+def test_sizes_of_buckets_are_those_of_kohya() -> None:
+    """``make_bucket_resolutions((512, 512), 256, 1024, 64)``, by hand."""
+    short_of = {512: 512, 576: 448, 640: 384, 704: 320, 768: 320, 832: 256, 896: 256, 960: 256, 1024: 256}
+    assert set(bucket_sizes(512)) == set(short_of.items()) | {pair[::-1] for pair in short_of.items()}
+    for size, step in ((1024, 64), (640, 32)):
+        sizes = bucket_sizes(size, step)
+        assert all(side % step == 0 for sides in sizes for side in sides)
+        assert all(0.75 * size**2 < math.prod(sides) <= size**2 for sides in sizes)
+    assert nearest_bucket((640, 384), bucket_sizes(512)) == (640, 384)
+    assert nearest_bucket((1000, 1100), bucket_sizes(512)) == (512, 512)
+    assert nearest_bucket((3000, 4000), bucket_sizes(512)) == (448, 576)
+    for limits in ({"least": 1024}, {"most": 256}, {"step": 1024}):
+        with refused("buckets"):
+            bucket_sizes(512, **limits)
+
+
+def test_all_samples_of_all_buckets_come_equally_often() -> None:
+    """Wherever a run is resumed; a bucket smaller than a batch waits until it fills one."""
+    counts, batch = [7, 1, 4], 4
+    updates = [bucket_of_update(3, update, batch, counts) for update in range(12 * len(counts))]
+    assert [bucket_of_update(3, update, batch, counts) for update in range(12 * len(counts))] == updates
+    assert all(earlier == sum(b == bucket for b, _ in updates[:i]) for i, (bucket, earlier) in enumerate(updates))
+    first = Counter(bucket for bucket, _ in updates[:12])  # four epochs of three updates
+    assert first == {0: 7, 1: 1, 2: 4}
+    assert [bucket for bucket, _ in updates] != [bucket_of_update(4, i, batch, counts)[0] for i in range(len(updates))]
+    # A single bucket has the order that it has without buckets.
+    assert [bucket_of_update(3, i, 4, [10]) for i in range(9)] == [(0, i) for i in range(9)]
+
+
+def parts() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [{"x": rng.standard_normal((count, size), np.float32)} for count, size in ((5, 3), (9, 2), (3, 4))]
+
+
+def bucket_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+    noise = jax.random.normal(key, samples["x"].shape)
+    return jnp.square(p["w"].mean() * jnp.float32(samples["x"].shape[1]) - samples["x"] - noise).mean(), {}
+
+
+def learn(folder: Path, plan: Plan = PLAN, mesh: Any = None, **more: Any) -> tuple[Any, bool]:
+    mesh = mesh or one()
+    data = Dataset(parts(), plan.batches, mesh, plan.seed)
+    return fit({"w": np.ones(64, np.float32)}, bucket_loss, data, len(data), plan, Session(folder, mesh=mesh, **more))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_killed_twice_with_buckets_is_bitwise_the_same(
+    tmp_path: Path, accumulate: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(PLAN, steps=9, accumulate=accumulate)
+    whole, finished = learn(tmp_path / "whole", plan)
+    assert finished
+    assert {f"compiling program {number}" in capsys.readouterr().err for number in (2,)} == {True}
+    for stop in (2, 5):
+
+        def die(step: int, values: Any, images: Any, stop: int = stop) -> None:
+            if step == stop + 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            learn(tmp_path / "parts", plan, log=die, save_every=0.0)
+    parted, finished = learn(tmp_path / "parts", plan)
+    assert finished
+    np.testing.assert_array_equal(parted["w"], whole["w"])
+    assert (tmp_path / "parts" / STATE).read_bytes() == (tmp_path / "whole" / STATE).read_bytes()
+    assert all("images_per_second" in line for line in read_log(tmp_path / "whole" / LOG))
+    losses = [[line["loss"] for line in read_log(tmp_path / run / LOG)] for run in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_eight_devices_learn_from_buckets_what_one_does(tmp_path: Path, fsdp: bool) -> None:
+    plan = replace(PLAN, batch=8)
+    alone, _ = learn(tmp_path / "1", plan)
+    shared, _ = learn(tmp_path / "8", plan, make_mesh(), fsdp=fsdp)
+    np.testing.assert_allclose(shared["w"], alone["w"], rtol=1e-5)
+
+
+def test_samples_repeat_as_often_as_they_should() -> None:
+    part = {"x": np.arange(3, dtype=np.float32)}
+    data = Dataset([part], (2,), one(), 0, [[1, 2, 5]])
+    assert len(data) == 8
+    for epoch in range(2):
+        seen = np.concatenate([data(4 * epoch + step)["x"] for step in range(4)])
+        assert Counter(seen.tolist()) == {0.0: 1, 1.0: 2, 2.0: 5}
+    for argument, more in {"repeats": {"repeats": [[1, 0, 1]]}, "batch": {"batch": (2,), "mesh": make_mesh()}}.items():
+        with refused(argument):
+            replace(data, **more)
+    np.testing.assert_array_equal(Dataset([part], (3,), one(), 5).chosen(1)[1], batch_indices(5, 1, 1, 3, 3)[0])
+
+
+def fitted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``train`` gives to ``fit``, which does nothing."""
+    got: dict[str, Any] = {}
+
+    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Any, session: Any, shared: Any) -> Any:
+        got.update(data=data, samples=samples, shared=shared, loss=loss, session=session)
+        return {}, False
+
+    monkeypatch.setattr(task, "fit", fit)
+    return got
+
+
+def test_images_in_their_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, crops and SDXL's conditions."""
+    got, words = fitted(monkeypatch), list[str]()
+    pictures = write_shapes(tmp_path / "p")
+    run = training(build_xl(tmp_path / "xl"), pictures, tmp_path / "run", **BUCKETS)
+    train_lora(run, Lora(rank=2), one(), say=words.append)
+    data = got["data"]
+    shapes = {part["latents"].shape[2:4]: part for part in data.parts}
+    factor = 64 // max(high for high, wide in shapes if high == wide)
+    assert {(high * factor, wide * factor): len(part["latents"]) for (high, wide), part in shapes.items()} == {
+        (32, 96): 2, (96, 32): 1, (64, 64): 2,
+    }  # fmt: skip
+    wide = shapes[32 // factor, 96 // factor]
+    np.testing.assert_array_equal(wide["time_ids"], [[32, 96, 0, 0, 32, 96], [30, 90, 0, 0, 32, 96]])
+    square = shapes[64 // factor, 64 // factor]
+    np.testing.assert_array_equal(square["time_ids"], [[60, 60, 0, 0, 64, 64], [60, 64, 0, 2, 64, 64]])
+    assert "3 buckets (width x height): 96 x 32 (2), 64 x 64 (2), 32 x 96 (1)" in words[0]
+    with refused("bucket_step"):
+        train_lora(replace(run, folder=tmp_path / "other", bucket_step=8), Lora(rank=2), one())
+
+
+# Repeats and images of the class
+
+
+def test_repeats_and_captions_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    got, words = fitted(monkeypatch), list[str]()
+    write_shapes(tmp_path / "p" / "3_ink cat", a=(64, 64), b=(64, 64))
+    write_shapes(tmp_path / "p" / "1_ink", c=(64, 64))
+    (tmp_path / "p" / "3_ink cat" / "a.txt").unlink()
+    train_lora(training(model, tmp_path / "p", tmp_path / "run"), Lora(rank=2), one(), say=words.append)
+    assert got["samples"] == len(got["data"]) == 7
+    rows = [got["data"].chosen(step)[1] for step in range(7)]  # two epochs of batches of two
+    assert Counter(np.concatenate(rows).tolist()) == {0: 2, 1: 6, 2: 6}  # in the order of names
+    assert "1_ink 1 times, 3_ink cat 3 times" in words[0]
+    folder = open_pictures(tmp_path / "p")
+    assert [list(texts) for texts in folder.captions] == [["picture c"], ["ink cat"], ["picture b"]]
+    (tmp_path / "p" / "1_ink" / "c.txt").rename(tmp_path / "p" / "c.txt")
+    (tmp_path / "p" / "1_ink" / "c.png").rename(tmp_path / "p" / "d.png")
+    with pytest.raises(InputError, match=r"d\.png has no caption"):
+        open_pictures(tmp_path / "p")
+
+
+def test_images_of_the_class_come_as_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    got, words = fitted(monkeypatch), list[str]()
+    write_shapes(tmp_path / "p" / "5_ink", a=(96, 32), b=(64, 64))
+    write_shapes(tmp_path / "reg" / "1_cat", c=(96, 32), d=(64, 64), e=(60, 60))
+    more = {**BUCKETS, "regularisation": tmp_path / "reg", "regularisation_weight": 0.5}
+    run = training(model, tmp_path / "p", tmp_path / "run", **more)
+    train_lora(run, Lora(rank=2), one(), say=words.append)
+    data = got["data"]
+    assert len(data) == 20
+    weights = np.concatenate([part["weight"] for part in data.parts])
+    repeats = np.concatenate([np.asarray(of_each) for of_each in data.repeats])
+    assert sorted(zip(weights.tolist(), repeats.tolist(), strict=True)) == [(0.5, i) for i in (3, 3, 4)] + [(1, 5)] * 2
+    assert "3 of the class, 3 to 4 times each" in words[0]
+    few = [Item(open_pictures(tmp_path / "p"), 0, (1, 1), (1, 1), "", repeats=4)] * 5
+    assert [item.repeats for item in evened(few, 10)] == [4, 4, 4]
+    with refused("regularisation"):
+        train_lora(replace(run, regularisation=tmp_path / "none"), Lora(rank=2), one())
+    with refused("regularisation"):
+        run = replace(run, buckets=False, bucket_step=64, folder=tmp_path / "other")
+        task.train(run, Lora(rank=2), one(), subject=Subject(prior=tmp_path / "reg"))
+
+
+def test_a_weight_multiplies_the_loss_of_its_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion, "encode_text", lambda *_, **__: {})
+    monkeypatch.setattr(diffusion, "unet", lambda p, x, *_, **__: jnp.zeros_like(x))
+    latents = np.random.default_rng(0).standard_normal((4, 1, 8, 8, 4), np.float32)
+    reader = {"text_encoder": lambda texts, *, length: np.zeros((len(texts), length), np.int32)}
+
+    def loss(*weight: float) -> tuple[Any, Any]:
+        given = {"weight": np.array(weight, np.float32)} if weight else {}
+        samples, shared = denoising_data(reader, latents, [["a"]] * 4, 8, **given)
+        found = denoising_loss(clip_encoders(TEXT), UNET, SCHEDULE, gamma=None)
+        return found({"unet": {}}, *jax.tree.map(jnp.asarray, (samples, shared)), jax.random.key(0))
+
+    whole, logged = loss()
+    parts = [loss(*row)[0] for row in np.eye(4)]
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
+    np.testing.assert_allclose(loss(0, 0, 3, 0)[0], 3 * parts[2], rtol=1e-6)
+    assert loss(0, 0, 3, 0)[1]["mse"] == logged["mse"]
+
+
+def test_the_file_has_the_settings_of_its_run(tmp_path: Path) -> None:
+    more = {"regularisation_weight": 0.5, **BUCKETS}
+    run = training(tmp_path, tmp_path, tmp_path, regularisation=str(tmp_path / "reg"), **more)
+    settings = json.loads(task.recorded(run)["canvax.training"])
+    wanted = {"steps": 6, "batch": 2, "learning_rate": 1e-3, "size": 64, "regularisation": "reg"}
+    assert settings | more | wanted == settings
+    assert not settings.keys() & {"empty", "gamma", "model", "pictures", "folder"}
+
+
+# What is kept on disk
+
+
+def test_what_changed_is_encoded_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, sizes = fitted(monkeypatch), list[int]()
+    real = inputs.encode_pictures
+
+    def encode(p: Any, pixels: Any, *rest: Any, **more: Any) -> Any:
+        sizes.append(len(pixels))
+        return real(p, pixels, *rest, **more)
+
+    def go(model: Path, **more: Any) -> tuple[int, np.ndarray]:
+        sizes.clear()
+        run = training(
+            model, pictures, tmp_path / f"run{len(list(tmp_path.iterdir()))}", encoded=tmp_path / "e", **more
+        )
+        train_lora(run, Lora(rank=2), one())
+        return sum(sizes), got["data"]["latents"][:]
+
+    monkeypatch.setattr(inputs, "encode_pictures", encode)
+    pictures = write_shapes(tmp_path / "p", a=(64, 64), b=(64, 60))
+    count, first = go(model)
+    assert count == 2
+    count, again = go(model)
+    assert count == 0
+    np.testing.assert_array_equal(again, first)
+    monkeypatch.setattr(inputs, "available_bytes", lambda: 4)
+    count, again = go(model)  # read when they are indexed
+    assert count == 0
+    np.testing.assert_array_equal(again, first)
+    count, both = go(model, flip=True)
+    assert (count, both.shape[1]) == (2, 2)
+    np.testing.assert_array_equal(both[:, :1], first)
+    Image.new("RGB", (64, 60)).save(pictures / "b.png")
+    count, other = go(model)
+    assert count == 1
+    np.testing.assert_array_equal(other[:1], first[:1])
+    assert go(model, size=32)[0] == 2
+    vae = shutil.copytree(model, tmp_path / "model")
+    weights = vae / "vae" / "diffusion_pytorch_model.safetensors"
+    arrays = {entry.name: entry.read() * np.float32(1.1) for entry in open_safetensors(weights)}
+    saved = [ArrayToSave(name, array.shape, array.dtype, partial(np.asarray, array)) for name, array in arrays.items()]
+    write_safetensors(weights, saved, {"format": "pt"})
+    assert go(vae)[0] == 2
+
+
+def test_a_file_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = Store(tmp_path / "e")
+    rows = [np.full(3, i, np.float32) for i in range(4)]
+    for i, row in enumerate(rows):
+        store.write(str(i), {"x": row})
+    names = np.array([["3", "1"], ["0", "2"], ["1", "1"]], object)
+    lazy = store.rows(names, "x")
+    assert (lazy.shape, lazy.nbytes, len(lazy)) == ((3, 2, 3), 72, 3)
+    np.testing.assert_array_equal(lazy[np.array([[2, 0]])], np.stack(rows)[[[[1, 1], [3, 1]]]])
+    with pytest.raises(ValueError, match="announced"):
+        store.write("4", {"x": rows[0], "y": cast(Any, Lying(rows[0]))})
+    assert store.missing(["4", "1", "4", "5"]) == [0, 3]
+    assert len(list((tmp_path / "e").iterdir())) == 4
+    store.path("1").write_bytes(store.path("1").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="made again if you delete it"):
+        lazy[0]
+
+
+class Lying:
+    """An array that has another shape when it is written."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.shape, self.dtype = (2,), array.dtype
+        self._array = array
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._array
+
+
+def test_a_state_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    """It has a hash of pixels instead of one of files."""
+    state = tmp_path / STATE
+    save_state(state, {}, {"pictures": "0" * 16, "prior": "1" * 16})
+    assert not differences(state, {"pictures": "a" * 24, "prior": "b" * 24})
+    save_state(state, {}, {"pictures": "0" * 24})
+    assert differences(state, {"pictures": "a" * 24}).keys() == {"pictures"}
+
+
+# Captions, noise and times
+
+
+def test_tags_are_shuffled_in_each_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = fitted(monkeypatch)
+    pictures = write_shapes(tmp_path / "p", a=(64, 64), b=(64, 60))
+    for name in "ab":
+        (pictures / f"{name}.txt").write_text(f"ink {name}, red ,green,blue")
+    run = training(model, pictures, tmp_path / "run", shuffle_captions=True, keep_tokens=1)
+    train_lora(run, Lora(rank=2), one())
+    tokenizer = canvax.load(model, mesh=one()).model.tokenizers["text_encoder"]
+    seen = set()
+    for step in range(12):
+        samples = jax.tree.map(np.asarray, got["data"](step))
+        latents, ids = samples["latents"], samples["captions"]["text_encoder"]
+        assert latents.shape[0] == ids.shape[0] == 2
+        assert ids.shape[1] == 1
+        seen |= {row.tobytes() for row in ids[:, 0]}
+        _, rows = got["data"].chosen(step)
+        np.testing.assert_array_equal(latents, got["data"].parts[0]["latents"][rows])
+    every = {f"ink {name}, {', '.join(tags)}" for name in "ab" for tags in permutations(["red", "green", "blue"])}
+    wanted = {tokenizer([text], length=ids.shape[-1])[0].tobytes() for text in every}
+    assert seen <= wanted
+    assert len(seen) > 6
+    assert shuffled("a, b", 5, np.random.default_rng(0)) == "a, b"
+
+
+def test_noise_offset_is_the_same_all_over_a_channel() -> None:
+    latents = np.zeros((3, 1, 4, 4, 2), np.float32)
+    reader = {"text_encoder": lambda texts, *, length: np.zeros((len(texts), length), np.int32)}
+    samples, shared = jax.tree.map(jnp.asarray, denoising_data(reader, latents, [["a"]] * 3, 8))
+    key = jax.random.key(1)
+    plain, offset = (draw(samples, shared, key, 9, focus=None, empty=0.0, noise_offset=n).noise for n in (0.0, 0.1))
+    change = np.asarray(offset - plain)
+    assert np.ptp(change, axis=(1, 2)).max() < 1e-6
+    assert 0.02 < change.std() < 0.3
+    assert len(np.unique(change.round(5))) == 6
+    flow = NoiseSchedule.flow(10)
+    with refused("noise_offset"):
+        denoising_loss(clip_encoders(TEXT), UNET, flow, gamma=None, noise_offset=0.1)
+
+
+@pytest.mark.slow
+def test_a_lora_in_buckets_killed_twice(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = write_shapes(tmp_path / "p")
+
+    def go(folder: str, stop: int | None = None) -> None:
+        real = Session
+
+        def made(*arguments: Any, **more: Any) -> Session:
+            def die(step: int, values: Any, images: Any) -> None:
+                if step == stop:
+                    raise KeyboardInterrupt
+
+            return real(*arguments, **more | {"log": die, "save_every": 0.0})
+
+        monkeypatch.setattr(task, "Session", made)
+        train_lora(training(model, pictures, tmp_path / folder, **BUCKETS), Lora(rank=2), one())
+
+    go("whole")
+    for stop in (3, 5):
+        with pytest.raises(KeyboardInterrupt):
+            go("parts", stop)
+    go("parts")
+    assert (
+        read_metadata(tmp_path / "parts" / "pytorch_lora_weights.safetensors").items()
+        >= task.recorded(training(model, pictures, tmp_path, **BUCKETS)).items()
+    )
+    files = [(tmp_path / run / "pytorch_lora_weights.safetensors").read_bytes() for run in ("whole", "parts")]
+    assert [line["loss"] for line in read_log(tmp_path / "whole" / "lora" / LOG)] == [
+        line["loss"] for line in read_log(tmp_path / "parts" / "lora" / LOG)
+    ]
+    assert files[0].replace(b"whole", b"parts") == files[1]
