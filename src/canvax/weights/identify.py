@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from canvax.errors import CheckpointError, InputError
 from canvax.families.base import Family, Shapes
+from canvax.families.flux import FLUX
 from canvax.families.known import AUTOENCODERS, FAMILIES, MODELS
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
@@ -54,6 +55,15 @@ OTHERS = {
 """Parts of names that only families without a UNet have."""
 
 
+FLUX_CONTROLNET = "FluxControlNetModel"
+
+
+def is_flux_control(names: Collection[str]) -> bool:
+    """Return whether a file is a ControlNet of FLUX.1."""
+    marks = (("controlnet_x_embedder.", "time_text_embed.text_embedder."), ("pos_embed_input.", "vector_in."))
+    return any(all(any(name.startswith(mark) for name in names) for mark in pair) for pair in marks)
+
+
 class FileKind(NamedTuple):
     """A kind of file.
 
@@ -84,8 +94,10 @@ def _all(*starts: str) -> Callable[[Shapes], bool]:
 
 CONTROLNET = FileKind(
     "a ControlNet", "pass it to controlnet (--controlnet)", "--controlnet",
-    _any("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
-         "lora_controlnet"),
+    lambda shapes: is_flux_control(shapes) or _any(
+        "control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
+        "lora_controlnet",
+    )(shapes),
 )  # fmt: skip
 LLLITE = FileKind("a ControlLLLite", "canvax does not have this method", "", _any("lllite_"))
 IP_ADAPTER = FileKind(
@@ -135,7 +147,8 @@ KINDS = (
 
 CLASSES: Mapping[str, FileKind] = {
     **dict.fromkeys(
-        ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union"), CONTROLNET
+        ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union", FLUX_CONTROLNET),
+        CONTROLNET,
     ),
     "T2IAdapter": T2I_ADAPTER,
     **dict.fromkeys((*AUTOENCODERS, "FlaxAutoencoderKL"), AUTOENCODER),
@@ -181,6 +194,8 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool =
 
 def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Return the family of models that a file is or is for, "" if unknown, and the width of the text it reads, or 0."""
+    if is_flux_control(shapes):
+        return FLUX.title, 0
     if known := transformer_family(shapes):
         return known.title, 0
     for piece, family in OTHERS.items():
