@@ -23,6 +23,9 @@ from canvax.weights.scales import UnreadFormat
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 """Prefixes of these parts in a single file."""
 
+INSIDE = {"text_encoder": "text_encoders.", "text_encoder_2": "text_encoders.", "vae": "vae."}
+"""Prefixes of the parts beside a transformer in ComfyUI's file of a whole model, by argument of ``canvax.load``."""
+
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
 _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "conv1.", "conv2.", "bn.", VAE)
@@ -264,6 +267,8 @@ def inspect(path: Path) -> FileReport | None:
     if family in OTHERS.values() and kind is not LORA:
         return FileReport(path, "weights that canvax does not run", family)
     missing = parts_missing(shapes) if kind is MODEL else []
+    if kind is TRANSFORMER and all(any(name.startswith(start) for name in shapes) for start in INSIDE.values()):
+        return FileReport(path, MODEL.name, family, kind)
     kind_name = kind.name if kind else UPSCALER if enlarges else "not recognised"
     if missing:
         kind_name = f"a model without {' and '.join(missing)}"
