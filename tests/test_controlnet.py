@@ -115,7 +115,7 @@ def test_an_adapter_reads_any_size(kind: str) -> None:
     p = init_params(net.spec, 0)
     image = np.random.default_rng(0).random((1, 72, 104, 3), np.float32)
     features = net.encode(p, jax.numpy.asarray(image))
-    assert [one.shape for one in features] == list(net.features((1, 9, 13, 4)))
+    assert [one.shape for one in features] == list(net.shapes((1, 9, 13, 4)))
     assert all(np.isfinite(one).all() for one in features)
 
 
@@ -378,7 +378,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other levels": (configured(block_out_channels=[64, 64]), "made for another kind|is a ControlNet for another kind"),
     "another class": (
         configured(_class_name="UNet2DConditionModel"),
-        "canvax reads ControlNetModel, ControlNetUnionModel and T2IAdapter",
+        "canvax reads ControlNetModel, ControlNetUnionModel, FluxControlNetModel and T2IAdapter",
     ),
     "a union": (configured(_class_name="ControlNetUnionModel"), "does not support no addition_time_embed_dim"),
     "another factor": (configured(conditioning_embedding_out_channels=[8, 16]), "one feature of 2 x 2 pixels"),

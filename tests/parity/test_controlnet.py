@@ -60,9 +60,9 @@ def check(
             nchw(x), torch.from_numpy(TIMES), torch.from_numpy(conditions["text"]), *images, added_cond_kwargs=added,
             return_dict=False, **told,
         )  # fmt: skip
-    assert tuple(one.shape for one in features) == net.features(x.shape)
+    assert [one.shape for one in features] == [one.shape for one in net.features(x.shape, np.float32)]
     scales = np.tile(scales, (2, 1)).astype(np.float32)
-    found = jax.jit(net.residuals)(params, x, TIMES, net.prepare(params, conditions), features, scales)
+    found = jax.jit(net.residuals)(params, x, TIMES, net.prepare(params, conditions, x.shape), features, scales)
     assert len(down) + 1 == net.layers == len(found.skips) + 1
     for got, want in zip([*found.skips, found.middle], [*down, middle], strict=True):
         assert relative_error(got, nhwc(want)) < 1e-5

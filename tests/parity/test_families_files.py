@@ -159,6 +159,46 @@ def test_files_of_comfyui(files: Files, tmp_path: Path, stem: str, stray: str, s
     assert files.name != "flux2" or not pipe.model.networks.denoiser.facts.distilled
 
 
+@pytest.mark.parametrize(("files", "texts", "small"), [
+    ("flux-dev", {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"}, True),
+    ("flux-dev", {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"}, False),
+    ("chroma", {"text_encoder": "t5xxl"}, False),
+    ("z-image", {"text_encoder": "qwen3_4b"}, False),
+], indirect=["files"])  # fmt: skip
+def test_checkpoints_of_comfyui(
+    files: Files, texts: dict[str, str], small: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All parts in one file, the transformer and T5 in 8 bits; another autoencoder may be named."""
+    prefixes = {"model": "model.diffusion_model", "vae": "vae"}
+    prefixes |= {part: f"text_encoders.{name}.transformer" for part, name in texts.items()}
+    plain = {f"{prefix}.{name}": array for part, prefix in prefixes.items()
+             for name, array in files.arrays(part).items()}  # fmt: skip
+    stored, numbers = dict(plain), dict(plain)
+    for name, array in plain.items():
+        if small and array.ndim == 2 and not name.startswith(("vae.", "text_encoders.clip_l.")):
+            stored[name] = array.astype(ml_dtypes.float8_e4m3fn)
+            numbers[name] = stored[name].astype(np.float32)
+    noise = {f"text_encoders.{name}.logit_scale": np.ones((), np.float32) for name in texts.values()}
+    path = write(tmp_path / "z-turbo.safetensors", stored | noise)
+    given: dict[str, Any] = {"tokenizer": files.files["tokenizer"]}
+    pipe = load(path, **given)
+    wanted = files.wanted
+    if small:
+        parts = {part: write(tmp_path / f"{part}.safetensors", {
+            name.removeprefix(f"{prefix}."): array for name, array in numbers.items() if name.startswith(f"{prefix}.")
+        }) for part, prefix in prefixes.items()}  # fmt: skip
+        wanted = load(parts.pop("model"), **parts, **given)
+    same_model(pipe, wanted)
+    same_model(load(path, vae=files.files["vae"], **given), wanted)
+    without = {name: array for name, array in stored.items() if not name.startswith("vae.")}
+    with pytest.raises(canvax.InputError) as caught:
+        load(write(tmp_path / "without.safetensors", without), **given)
+    assert caught.value.argument == "model"
+    assert pipe.model.reasons["vae"] == "in the same file"
+    assert main(["info", str(path)]) == 0
+    assert f"{path}: a model" in capsys.readouterr().out
+
+
 def test_a_base_model_by_its_arrays(made: Callable[[str], Files], tmp_path: Path) -> None:
     """FLUX.3's distilled model reads the time that it goes to."""
     files = made("flux3")

@@ -33,7 +33,17 @@ from canvax.train.finetune import finetune
 from canvax.train.lora import Lora, train_lora
 from canvax.train.task import Subject, Training
 
-from .families import build_anima, build_flux2, build_flux3, build_krea2, build_qwen_1, build_z_image, packed
+from .families import (
+    build_anima,
+    build_flux,
+    build_flux2,
+    build_flux3,
+    build_krea2,
+    build_qwen,
+    build_qwen_1,
+    build_z_image,
+    packed,
+)
 from .reference import nchw, psnr
 from .test_training import (
     BATCH,
@@ -185,7 +195,11 @@ def test_lora(
     (partial(build_flux3, distilled=True), "single_transformer_blocks.1.attn.to_q."),
     (build_anima, "transformer_blocks.1.attn2.to_k."),
     (build_qwen_1, "transformer_blocks.1.attn.add_k_proj."),
-], ids=["flux3-base", "flux3", "anima", "qwen-1"])  # fmt: skip
+    (partial(build_flux, kind="schnell"), "single_transformer_blocks.1.proj_out."),
+    (partial(build_flux, kind="kontext"), "transformer_blocks.1.attn.add_k_proj."),
+    (partial(build_flux, kind="chroma"), "transformer_blocks.1.attn.to_q."),
+    (build_qwen, "transformer_blocks.1.attn.to_q."),
+], ids=["flux3-base", "flux3", "anima", "qwen-1", "schnell", "kontext", "chroma", "qwen"])  # fmt: skip
 def test_lora_of_other_families(pictures: Path, tmp_path: Path, build: Any, layer: str) -> None:
     """Two steps change the image, and the file has names of diffusers; those of Anima's adapter are not in it."""
     build(tmp_path / "model")

@@ -57,6 +57,9 @@ def unfused(state: State, spec: Spec, rules: Sequence[Rule] | None = None) -> St
             continue
         rule, _ = match.rules[0]
         keys = list(map(match.named, rule.parts))
+        if array.ndim <= rule.axis:  # one bias of a sum
+            result[keys[0]] = array
+            continue
         ends = np.cumsum([declared[key].checkpoint_shapes[0][rule.axis] for key in keys])
         assert ends[-1] == array.shape[rule.axis], name
         result |= zip(keys, np.split(array, ends[:-1], rule.axis), strict=True)

@@ -109,7 +109,12 @@ class ReadsControls(Addition):
     def programs(self, site: Site) -> dict[str, ProgramSpec]:
         return {
             name: site.reader(
-                "control encoder", partial(encode_control, net=net), name, *site.size.values(), 3, **site.size
+                "control encoder",
+                partial(encode_control, net=net),
+                net.encoder or name,
+                *site.size.values(),
+                3,
+                **site.size,
             )
             for name, net in site.networks.controls
             if name in self.networks

@@ -288,8 +288,8 @@ class Model:
         """
         if self.networks.unet is None:
             raise CheckpointError(
-                f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training "
-                "other than of a LoRA are for Stable Diffusion 1.x, 2.x and XL"
+                f"{self.name} is a {self.family.name} model, which has no UNet; this network or training is for Stable "
+                "Diffusion 1.x, 2.x and XL"
             )
         return self.networks.unet
 

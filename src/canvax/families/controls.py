@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
+from canvax.families import flux
 from canvax.families.base import Model, Shapes
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control
 from canvax.models.controlnet import ControlNet
 from canvax.models.controlnet_union import UnionNet
+from canvax.models.flux import ChromaConfig, FluxConfig
+from canvax.models.flux_controlnet import FluxControlNet
 from canvax.models.t2i_adapter import FULL, LIGHT, XL, T2IAdapter, fault_for
 from canvax.weights.controlnet import ControlFiles, ControlKind, is_union
 from canvax.weights.formats import numbered
@@ -31,7 +34,9 @@ def control_of(name: str, kind: ControlKind, config: Mapping[str, Any], model: M
     """
     try:
         made: Control
-        if kind == "adapter":
+        if kind == "transformer":
+            made = FluxControlNet.from_dict(config, _flux_of(name, model), model.vae)
+        elif kind == "adapter":
             made = T2IAdapter.from_dict(config, model.unet)
         else:
             made = (UnionNet if is_union(config) else ControlNet).from_dict(config)
@@ -57,6 +62,18 @@ def _beside(name: str, net: ControlNet, model: Model) -> ControlNet:
     return replace(net, unet=replace(net.unet, upcast_attention=model.unet.upcast_attention))
 
 
+def _flux_of(name: str, model: Model) -> FluxConfig:
+    """Return the config of FLUX.1's transformer.
+
+    Raises:
+        CheckpointError: the model is another.
+    """
+    base = model.networks.config
+    if not isinstance(base, FluxConfig) or isinstance(base, ChromaConfig):
+        raise CheckpointError(f"{name}: is a ControlNet for FLUX.1, and {model.name} is {model.family.title}")
+    return base
+
+
 def read_control(files: ControlFiles, model: Model) -> Control:
     """Return the network of these files; without a config, shapes of arrays determine it.
 
@@ -65,8 +82,12 @@ def read_control(files: ControlFiles, model: Model) -> Control:
     """
     if not (config := files.config):
         try:
-            adapter = files.kind == "adapter"
-            config = adapter_config(files.shapes) if adapter else controlnet_config(files.shapes, model.unet)
+            if files.kind == "transformer":
+                config = flux.controlnet_config(files.shapes, _flux_of(str(files), model))
+            elif files.kind == "adapter":
+                config = adapter_config(files.shapes)
+            else:
+                config = controlnet_config(files.shapes, model.unet)
         except (KeyError, IndexError, ValueError, StopIteration) as error:
             raise CheckpointError(f"{files}: is not a whole network, it lacks {error}") from None
     return control_of(str(files), files.kind, config, model)

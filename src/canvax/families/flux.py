@@ -28,6 +28,7 @@ from canvax.families.z_image import VAE
 from canvax.models.clip import PooledClip
 from canvax.models.configs import ClipTextConfig, VaeConfig
 from canvax.models.flux import ChromaConfig, FluxConfig, FluxDenoiser, FluxText
+from canvax.models.flux_controlnet import FluxControlConfig
 from canvax.models.networks import Networks
 from canvax.models.presets import SD15_TEXT
 from canvax.models.t5 import TEMPLATE, T5Config, T5Encoder
@@ -116,8 +117,12 @@ NAMES = (
     Rule("distilled_guidance_layer.layers.*.in_layer", "distilled_guidance_layer.layers.*.linear_1"),
     Rule("distilled_guidance_layer.layers.*.out_layer", "distilled_guidance_layer.layers.*.linear_2"),
     Rule("distilled_guidance_layer.norms.*.scale", "distilled_guidance_layer.norms.*.weight"),
+    Rule("pos_embed_input", "controlnet_x_embedder"),  # of XLabs' ControlNets
+    Rule("input_hint_block.0", "input_hint_block.conv_in"),
+    *(Rule(f"input_hint_block.{2 * i + 2}", f"input_hint_block.blocks.{i}") for i in range(6)),
+    Rule("input_hint_block.14", "input_hint_block.conv_out"),
 )  # fmt: skip
-"""Names of the transformer in diffusers, and in its authors' code and ComfyUI."""
+"""Names of the transformer and its ControlNets in diffusers, and in their authors' code and ComfyUI."""
 
 
 def read(files: ModelFiles) -> Networks:
@@ -186,7 +191,7 @@ def _defaults(networks: Networks, schedule: NoiseSchedule | None) -> Defaults:
 
 def _config(shapes: Shapes) -> dict[str, Any]:
     (width, features), out = shapes["x_embedder.weight"], shapes["proj_out.weight"][0]
-    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    head = next(shape[0] for name, shape in shapes.items() if name.endswith("transformer_blocks.0.attn.norm_q.weight"))
     return {
         "in_channels": features,
         "out_channels": None if out == features else out,
@@ -204,6 +209,17 @@ def _flux_config(shapes: Shapes) -> dict[str, Any]:
         "_class_name": CLASSES["transformer"][0],
         "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
         "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+    }
+
+
+def controlnet_config(shapes: Shapes, base: FluxConfig) -> dict[str, Any]:
+    """Return the config of a ControlNet of a transformer from its arrays."""
+    features, hint = shapes["controlnet_x_embedder.weight"][1], shapes.get("input_hint_block.conv_out.weight")
+    return _flux_config({**shapes, "proj_out.weight": (features,)}) | {
+        "_class_name": FluxControlConfig.CLASS,
+        "axes_dims_rope": base.axes_dims_rope,
+        "num_mode": shapes.get("controlnet_mode_embedder.weight", (None,))[0],
+        "conditioning_embedding_channels": hint[0] if hint else None,
     }
 
 

@@ -18,6 +18,7 @@ from canvax.weights.files import open_weights
 from canvax.weights.identify import (
     AUTOENCODER,
     DAMAGED,
+    INSIDE,
     LANGUAGE_MODEL,
     MODEL,
     T5,
@@ -98,8 +99,8 @@ def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
 def completed(overrides: Overrides, location: Location, near: Sequence[FileReport] | None = None) -> Overrides:
     """Add the text encoder and the autoencoder that a transformer in a separate file lacks.
 
-    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Among
-    suitable files, the first by name is used. ``Overrides.reasons`` records the choice.
+    They may be in the same file. Other files are searched in the folder of models; without one, in ComfyUI's folders
+    around the transformer. Among suitable files, the first by name is used. ``Overrides.reasons`` records the choice.
 
     Args:
         overrides: parts named by the caller.
@@ -115,9 +116,17 @@ def completed(overrides: Overrides, location: Location, near: Sequence[FileRepor
     family = next(family for family in FAMILIES if family.title == part.family)
     if not (missing := [name for name in parts_beside(family) if name not in overrides.parts]):
         return overrides
+    arrays = [entry.name for entry in open_weights(path, plain_names=False)]
+    inside = [name for name in missing if any(array.startswith(INSIDE[name]) for array in arrays)]
+    if inside == missing:
+        reasons = dict.fromkeys(inside, "in the same file")
+        return replace(overrides, **dict.fromkeys(inside, str(path)), reasons=reasons)
     near = sorted(_around(path) if near is None else near, key=lambda part: part.path.name)
     names = {path: name for name, path in by_name([part.path for part in near]).items()}
-    choices = [[each.path for each in near if each.kind in _KINDS.get(name, _ENCODERS)] for name in missing]
+    choices = [
+        [path] if name in inside else [each.path for each in near if each.kind in _KINDS.get(name, _ENCODERS)]
+        for name in missing
+    ]
     for paths in product(*choices):
         parts = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
         reasons = {name: f"{part}, the first file that fits" for name, part in parts.items()}

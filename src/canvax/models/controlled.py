@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,54 +14,100 @@ from canvax.models.text import Conditions
 from canvax.models.unet import Residuals
 from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
-from canvax.types import Array, DType
+from canvax.types import Array, DType, HostArray
+
+Features = tuple[jax.ShapeDtypeStruct, ...]
+"""Shapes of what a network reads of the control images of a batch."""
 
 
 class Control(Protocol):
-    """A network that reads a control image: ``canvax.models.controlnet``, ``canvax.models.t2i_adapter``.
+    """A network that reads a control image: ``canvax.models.controlnet``, ``flux_controlnet``, ``t2i_adapter``.
 
     Implementations are frozen records whose ``repr`` determines the compiled programs, as for a ``Denoiser``.
 
     Attributes:
-        spec: its parameters.
-        layers: number of its scales in one evaluation.
-        factor: pixels per latent.
-        pools: its output has no height and width, and is not added for the negative prompt.
+        mixes: an image of a call may have control images of several types.
     """
 
-    @property
-    def spec(self) -> Spec: ...
+    mixes: ClassVar[bool] = False
 
     @property
-    def layers(self) -> int: ...
+    def encoder(self) -> str:
+        """The component whose parameters ``encode`` reads; "" for its own."""
+        return ""
 
     @property
-    def factor(self) -> int: ...
+    def spec(self) -> Spec:
+        """Declared parameters."""
+        ...
 
     @property
-    def pools(self) -> bool: ...
+    def layers(self) -> int:
+        """Number of its scales in one evaluation."""
+        ...
+
+    @property
+    def factor(self) -> int:
+        """Pixels per latent along an axis."""
+        ...
+
+    @property
+    def pools(self) -> bool:
+        """True if its output is averaged over all pixels; it is then not added for the negative prompt."""
+        return False
+
+    @property
+    def slots(self) -> int:
+        """Number of types of images that it tells apart; 0 for a network without types."""
+        return 0
+
+    @property
+    def types(self) -> Mapping[str, int]:
+        """Index of each type by name."""
+        return {}
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
         """Return the features of control images [B, H, W, 3] float32 in 0..1."""
         ...
 
-    def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of ``encode``'s result for latents of shape [B, h, w, C]."""
+    def together(self, read: Sequence[tuple[HostArray, ...]], slots: Sequence[int], weights: Sequence[float]) -> Any:
+        """Combine the control images of one image of a call, on the host; the result is that of ``features``, without
+        B.
+
+        Args:
+            read: result of ``encode`` for each image, without B.
+            slots: index of each image's type.
+            weights: weight of each image relative to the others.
+        """
+        del slots, weights
+        (only,) = read
+        return only
+
+    def features(self, latents: Sequence[int], dtype: DType) -> Features:
+        """Return the shapes of what ``residuals`` reads for latents in the loop [B, h, w, C].
+
+        They are those of ``encode``'s result, or of ``together`` for a network with types. ``dtype`` is that of its
+        parameters.
+        """
         ...
 
-    def prepare(self, p: Params, conditions: Conditions) -> Any:
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
         """Return the part of the conditions [B, ...] that ``residuals`` needs, once before the loop."""
         ...
 
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: Any, features: tuple[Array, ...], scales: Array
-    ) -> Residuals:
-        """Return the residuals for the UNet's features, each of ``layers`` times its scale [B, L]."""
+    ) -> Any:
+        """Return the residuals for the denoiser's features, each of ``layers`` times its scale [B, L]."""
         ...
 
-    def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
+    def nothing(self, shape: Sequence[int], dtype: DType) -> Any:
         """Return ``residuals`` of zeros, for latents [B, h, w, C]."""
         ...
+
+    def placed(self, residuals: Any) -> Residuals:
+        """Return the result of ``residuals`` where the denoiser adds it."""
+        return residuals
 
 
 @dataclass(frozen=True)
@@ -83,10 +129,7 @@ class Controlled(DenoiserWrapper):
         and ``any control``, the networks that any image of a row needs.
         """
         inner, count = self.base.inputs(latents, text, dtype), len(self.nets)
-        features = {
-            name: tuple(jax.ShapeDtypeStruct(shape, dtype(name)) for shape in net.features(latents))
-            for name, net in self.nets
-        }
+        features = {name: net.features(latents, dtype(name)) for name, net in self.nets}
         layers = max(net.layers for _, net in self.nets)
         control = jax.ShapeDtypeStruct((count, 2, layers), jnp.float32)
         return replace(
@@ -99,7 +142,7 @@ class Controlled(DenoiserWrapper):
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> dict[str, Any]:
         names = [name for name, _ in self.nets]
         plain = {name: value for name, value in conditions.items() if name not in names}
-        read = {name: (net.prepare(p[name], plain), conditions[name]) for name, net in self.nets}
+        read = {name: (net.prepare(p[name], plain, latents), conditions[name]) for name, net in self.nets}
         base = self.base.prepare(p[self.component], plain, latents)
         return {**read, self.component: base, "prompts": (conditions["role"] != NEGATIVE).astype(jnp.int32)}
 
@@ -118,10 +161,10 @@ class Controlled(DenoiserWrapper):
             ) -> Any:
                 return net.residuals(p[name], x, row["timestep"], condition, features, scales[:, i])
 
-            def nothing(net: Control = net, features: Any = features) -> Any:
-                return net.nothing(x.shape, features[0].dtype)
+            def nothing(net: Control = net, name: str = name) -> Any:
+                return net.nothing(x.shape, compute_dtype(p[name]))
 
-            residuals_of_each.append(jax.lax.cond(row["any control"][i], read, nothing))
+            residuals_of_each.append(net.placed(jax.lax.cond(row["any control"][i], read, nothing)))
         dtype = compute_dtype(p[self.component])
         residuals = jax.tree.map(lambda array: array.astype(dtype), sum_residuals(residuals_of_each))
         extras = extras._replace(residuals=residuals)

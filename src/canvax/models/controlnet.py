@@ -13,6 +13,7 @@ from canvax.errors import CheckpointError
 from canvax.kernels.outline import scope
 from canvax.models.blocks import resnet_block_spec
 from canvax.models.configs import Config, Count, Levels, UNetConfig
+from canvax.models.controlled import Control, Features
 from canvax.models.text import Conditions
 from canvax.models.unet import (
     Context,
@@ -56,7 +57,7 @@ class HintConfig(Config):
 
 
 @dataclass(frozen=True)
-class ControlNet:
+class ControlNet(Control):
     """A ControlNet: its config and its functions.
 
     Attributes:
@@ -114,11 +115,11 @@ class ControlNet:
         """Return the features of control images [B, H, W, 3] in 0..1: ([B, h, w, C0],)."""
         return (embedded_hint(p["controlnet_cond_embedding"], images.astype(compute_dtype(p)), self.hint),)
 
-    def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of ``encode``'s result for latents of shape [B, h, w, C]."""
-        return ((*latents[:3], self.unet.block_out_channels[0]),)
+    def features(self, latents: Sequence[int], dtype: DType) -> Features:
+        """Return the shape of ``encode``'s result for latents of shape [B, h, w, C]."""
+        return (jax.ShapeDtypeStruct((*latents[:3], self.unet.block_out_channels[0]), dtype),)
 
-    def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> dict[str, Any]:
         """Return the part of the conditions [B, ...] that ``residuals`` needs, once before the loop."""
         added = {name: conditions[name] for name in ("pooled", "time_ids") if name in conditions}
         if self.unet.addition_embed_type is None:
@@ -167,20 +168,24 @@ def controlnet_spec(net: ControlNet) -> Spec:
     if net.hint.mid_block_type == NO_ATTENTION:
         resnet = resnet_block_spec(last, last, 4 * first, groups=net.unet.norm_num_groups)
         spec["mid_block"] = {"resnets": {"0": resnet}}
-    widths = net.hint.conditioning_embedding_out_channels
-    blocks = {}
-    for i in range(len(widths) - 1):
-        blocks[str(2 * i)] = conv2d_spec(widths[i], widths[i])
-        blocks[str(2 * i + 1)] = conv2d_spec(widths[i], widths[i + 1])
-    spec["controlnet_cond_embedding"] = {
-        "conv_in": whole(conv2d_spec(net.hint.conditioning_channels, widths[0])),
-        **({"blocks": blocks} if blocks else {}),
-        "conv_out": whole(conv2d_spec(widths[-1], first)),
-    }
+    spec["controlnet_cond_embedding"] = hint_spec(net.hint, first)
     skips = [first, *(level.channels for _, level, _ in down_layers(net.unet))]
     spec["controlnet_down_blocks"] = {str(i): linear_spec(c, c, conv=True) for i, c in enumerate(skips)}
     spec["controlnet_mid_block"] = linear_spec(last, last, conv=True)
     return spec
+
+
+def hint_spec(cfg: HintConfig, channels: int) -> Spec:
+    """Declare the parameters of the layers that read the image."""
+    widths, blocks = cfg.conditioning_embedding_out_channels, {}
+    for i in range(len(widths) - 1):
+        blocks[str(2 * i)] = conv2d_spec(widths[i], widths[i])
+        blocks[str(2 * i + 1)] = conv2d_spec(widths[i], widths[i + 1])
+    return {
+        "conv_in": whole(conv2d_spec(cfg.conditioning_channels, widths[0])),
+        **({"blocks": blocks} if blocks else {}),
+        "conv_out": whole(conv2d_spec(widths[-1], channels)),
+    }
 
 
 def embedded_hint(p: Params, images: Array, cfg: HintConfig) -> Array:
@@ -242,6 +247,6 @@ def scaled_outputs(outputs: list[Array], scales: Array, net: ControlNet) -> Resi
 
 
 def scaled(output: Array, scale: Array) -> Array:
-    """Multiply [B, h, w, C] by [B]; the result is zero where the scale is zero, even where the output overflowed."""
-    scale = scale[:, None, None, None]
+    """Multiply [B, ...] by [B]; the result is zero where the scale is zero, even where the output overflowed."""
+    scale = jnp.expand_dims(scale, tuple(range(1, output.ndim)))
     return jnp.where(scale == 0, 0, output.astype(jnp.float32) * scale).astype(output.dtype)

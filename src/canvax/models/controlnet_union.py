@@ -17,6 +17,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, UNetConfig
+from canvax.models.controlled import Control, Features
 from canvax.models.controlnet import ControlNet, outputs_of, scaled_outputs
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals, timestep_embedding, unet_context
@@ -49,7 +50,7 @@ class UnionConfig(Config):
 
 
 @dataclass(frozen=True)
-class UnionNet:
+class UnionNet(Control):
     """A ControlNet-Union, as a ``canvax.models.controlled.Control``.
 
     Attributes:
@@ -59,6 +60,7 @@ class UnionNet:
 
     net: ControlNet
     union: UnionConfig
+    mixes = True
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
@@ -112,9 +114,13 @@ class UnionNet:
         return self.net.pools
 
     @property
-    def types(self) -> int:
+    def slots(self) -> int:
         """T, the number of types."""
         return self.union.num_control_type
+
+    @property
+    def types(self) -> Mapping[str, int]:
+        return {name: slot for name, slot in TYPES.items() if slot < self.slots}
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
         """Return the features of images [B, H, W, 3] in 0..1 of any type: ([B, h, w, C0], their means [B, C0])."""
@@ -122,36 +128,28 @@ class UnionNet:
         return hint, hint.mean((1, 2), dtype=jnp.float32).astype(hint.dtype)
 
     def together(self, read: Sequence[tuple[HostArray, ...]], slots: Sequence[int], weights: Sequence[float]) -> Any:
-        """Combine the control images of one image of a call, on the host; the result is that of ``features``, without
-        B.
-
-        Args:
-            read: result of ``encode`` for each image, without B.
-            slots: index of each image's type.
-            weights: weight of each image relative to the others.
-        """
         hints, means = zip(*read, strict=True)
         hint = sum(
             np.float32(w) * np.asarray(hint_of_type, np.float32) for w, hint_of_type in zip(weights, hints, strict=True)
         )
-        tokens = np.zeros((self.types, *means[0].shape), means[0].dtype)
-        strong = np.zeros(self.types, means[0].dtype)
+        tokens = np.zeros((self.slots, *means[0].shape), means[0].dtype)
+        strong = np.zeros(self.slots, means[0].dtype)
         for slot, weight, mean in zip(slots, weights, means, strict=True):
             tokens[slot], strong[slot] = mean, weight
         return np.asarray(hint).astype(hints[0].dtype), tokens, strong
 
-    def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def features(self, latents: Sequence[int], dtype: DType) -> Features:
         """Return the shapes of the combined control images for latents [B, h, w, C].
 
         They are the weighted sum of the features of all images [B, h, w, C0]; their means [B, T, C0]; and their weights
         [B, T], 0 for types without an image.
         """
-        (hint,) = self.net.features(latents)
-        return hint, (latents[0], self.types, hint[-1]), (latents[0], self.types)
+        (hint,), types = self.net.features(latents, dtype), (latents[0], self.slots)
+        return hint, jax.ShapeDtypeStruct((*types, hint.shape[-1]), dtype), jax.ShapeDtypeStruct(types, dtype)
 
-    def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> dict[str, Any]:
         """Return the part of the conditions [B, ...] that ``residuals`` needs, once before the loop."""
-        return self.net.prepare(p, conditions)
+        return self.net.prepare(p, conditions, latents)
 
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array
@@ -173,7 +171,7 @@ class UnionNet:
 
 def union_spec(net: UnionNet) -> Spec:
     """Declare the parameters under the names of diffusers, which are those of the released files, typo included."""
-    width, types = net.union.num_trans_channel, net.types
+    width, types = net.union.num_trans_channel, net.slots
     first = net.unet.block_out_channels[0]
     layer: Spec = {
         "attn": {

@@ -19,7 +19,19 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Layers
-from canvax.models.denoiser import COLUMNS, REFERENCES, Facts, Inputs, Packing, Row, Shapes, TransformerDenoiser
+from canvax.models.denoiser import (
+    COLUMNS,
+    PLAIN,
+    REFERENCES,
+    Extensible,
+    Extras,
+    Facts,
+    Inputs,
+    Packing,
+    Row,
+    Shapes,
+    TransformerDenoiser,
+)
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -226,7 +238,7 @@ def flux_context(
 
 class _Modulations(NamedTuple):
     """The modulation of each block, by its number and parameters: of the image and the text in double blocks, and of
-    parallel blocks; and shift and scale of the output.
+    parallel blocks; and shift and scale of the output, if the network has one.
     """
 
     double: Callable[[int, Params], tuple[Modulation, Modulation]]
@@ -236,11 +248,11 @@ class _Modulations(NamedTuple):
 
 def _of_blocks(p: Params, time: Array) -> _Modulations:
     """Return the modulation that each block computes from the activated vector [B, 1, D]."""
-    scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here
+    last = chunks(p["norm_out"], time, 2)[::-1] if "norm_out" in p else ()  # scale before shift, only here
     return _Modulations(
         lambda i, block: (chunks(block["norm1"], time, 6), chunks(block["norm1_context"], time, 6)),
         lambda i, block: chunks(block["norm"], time, 3),
-        (shift, scale),
+        last,
     )
 
 
@@ -271,7 +283,46 @@ def _approximated(p: Params, timestep: Array, x: Array, cfg: ChromaConfig) -> _M
     )
 
 
-def flux(p: Params, x: Array, timestep: Array, context: FluxContext, cfg: FluxConfig) -> Array:
+AfterBlock = Callable[[int, Array, int], Array]
+"""Called after each block with its index, its tokens [B, T, D], and the index of the first token of the image among
+them; returns the tokens."""
+
+
+def flux_blocks(
+    p: Params, timestep: Array, image: Array, context: FluxContext, cfg: FluxConfig, after: AfterBlock
+) -> tuple[Array, Modulation]:
+    """Apply the blocks to embedded images, with references behind them [B, L + R, D].
+
+    Returns:
+        The images, and shift and scale of the output.
+    """
+    if isinstance(cfg, ChromaConfig):
+        by = _approximated(p["distilled_guidance_layer"], timestep, image, cfg)
+    else:
+        assert context.vector is not None
+        time = embedded_time(p["time_text_embed"]["timestep_embedder"], timestep, image) + context.vector
+        by = _of_blocks(p, jax.nn.silu(time)[:, None])
+    text, rest, ahead = context.text, dict[str, Any](eps=EPS), Ahead()
+    for i in range(cfg.num_layers):
+        block, rest["where"] = ahead(p["transformer_blocks"][str(i)], image), f"transformer_blocks.{i}"
+        image, text = double_block(block, image, text, *by.double(i, block), context.rope, context.lengths, **rest)
+        image = after(i, image, 0)
+    h, rows = jnp.concatenate([text, image], axis=1), text.shape[1]
+    for i in range(cfg.num_single_layers):
+        block, rest["where"] = ahead(p["single_transformer_blocks"][str(i)], h), f"single_transformer_blocks.{i}"
+        h = parallel_block(block, h, by.single(i, block), context.rope, context.lengths, **rest)
+        h = after(cfg.num_layers + i, h, rows)
+    return h[:, rows:], by.last
+
+
+def flux(
+    p: Params,
+    x: Array,
+    timestep: Array,
+    context: FluxContext,
+    cfg: FluxConfig,
+    residuals: Sequence[Array | None] = (),
+) -> Array:
     """Predict the velocity (noise minus image) of noisy latents.
 
     Args:
@@ -280,30 +331,24 @@ def flux(p: Params, x: Array, timestep: Array, context: FluxContext, cfg: FluxCo
         timestep: [B], 1000 for noise and 0 for an image.
         context: result of ``flux_context``.
         cfg: the config.
+        residuals: added to the tokens of the image after each block [B, L, D]; None for a block without.
 
     Returns:
         [B, L, ``features``].
     """
-    tokens, rows = x.shape[1], context.text.shape[1]
-    if isinstance(cfg, ChromaConfig):
-        by = _approximated(p["distilled_guidance_layer"], timestep, x, cfg)
-    else:
-        assert context.vector is not None
-        time = embedded_time(p["time_text_embed"]["timestep_embedder"], timestep, x) + context.vector
-        by = _of_blocks(p, jax.nn.silu(time)[:, None])
+    tokens = x.shape[1]
+
+    def added(i: int, h: Array, first: int) -> Array:
+        residual = residuals[i] if residuals else None
+        if residual is None:
+            return h
+        return h + jnp.pad(residual, ((0, 0), (first, h.shape[1] - first - tokens), (0, 0)))
+
     if context.masked is not None:
         x = jnp.concatenate([x, context.masked], axis=-1)
-    image, text = jnp.concatenate([linear(p["x_embedder"], x), context.references], axis=1), context.text
-    rest: dict[str, Any] = {"eps": EPS}
-    ahead = Ahead()
-    for i in range(cfg.num_layers):
-        block, rest["where"] = ahead(p["transformer_blocks"][str(i)], image), f"transformer_blocks.{i}"
-        image, text = double_block(block, image, text, *by.double(i, block), context.rope, context.lengths, **rest)
-    h = jnp.concatenate([text, image], axis=1)
-    for i in range(cfg.num_single_layers):
-        block, rest["where"] = ahead(p["single_transformer_blocks"][str(i)], h), f"single_transformer_blocks.{i}"
-        h = parallel_block(block, h, by.single(i, block), context.rope, context.lengths, **rest)
-    return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=EPS), *by.last))
+    image = jnp.concatenate([linear(p["x_embedder"], x), context.references], axis=1)
+    image, last = flux_blocks(p, timestep, image, context, cfg, added)
+    return linear(p["proj_out"], modulated(layer_norm(image[:, :tokens], eps=EPS), *last))
 
 
 class FluxText(TextEncoders):
@@ -314,7 +359,7 @@ class FluxText(TextEncoders):
 
 
 @dataclass(frozen=True)
-class FluxDenoiser(TransformerDenoiser):
+class FluxDenoiser(TransformerDenoiser, Extensible):
     """The transformer in the loop; it predicts the velocity of a flow.
 
     Attributes:
@@ -339,6 +384,7 @@ class FluxDenoiser(TransformerDenoiser):
             folded_mask=self.cfg.masked > 0,
             edits=self.edits,
             reference_sizes=REFERENCE_SIZES if self.edits else (),
+            offers=() if isinstance(self.cfg, ChromaConfig) else ("residuals",),
         )
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
@@ -350,5 +396,9 @@ class FluxDenoiser(TransformerDenoiser):
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> FluxContext:
         return flux_context(p, conditions, compute_dtype(p), self.cfg, tokens=latents[2])
 
-    def apply(self, p: Params, x: Array, row: Row, prepared: FluxContext, memory: Any) -> tuple[Array, Any]:
-        return flux(p, x[:, 0].astype(compute_dtype(p)), row["timestep"], prepared, self.cfg)[:, None], memory
+    def apply(
+        self, p: Params, x: Array, row: Row, prepared: FluxContext, memory: Any, extras: Extras = PLAIN
+    ) -> tuple[Array, Any]:
+        residuals = extras.residuals.skips if extras.residuals else ()
+        x = x[:, 0].astype(compute_dtype(p))
+        return flux(p, x, row["timestep"], prepared, self.cfg, residuals)[:, None], memory

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Layers, Levels, UNetConfig
+from canvax.models.controlled import Control, Features
 from canvax.models.controlnet import scaled
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals, down_layers
@@ -59,7 +60,7 @@ class AdapterConfig(Config):
 
 
 @dataclass(frozen=True)
-class T2IAdapter:
+class T2IAdapter(Control):
     """A T2I-Adapter: its config and its functions.
 
     Attributes:
@@ -94,17 +95,16 @@ class T2IAdapter:
         """Pixels per latent, which its first step folds into channels."""
         return self.cfg.downscale_factor // (2 if self.cfg.adapter_type == XL else 1)
 
-    @property
-    def pools(self) -> bool:
-        """Always False, see ``Control``."""
-        return False
-
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
         """Return the features of control images [B, H, W, 3] in 0..1, from the largest to the smallest."""
         return tuple(adapter(p, images, self.cfg))
 
-    def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def features(self, latents: Sequence[int], dtype: DType) -> Features:
         """Return the shapes of ``encode``'s result for latents of shape [B, h, w, C]."""
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in self.shapes(latents))
+
+    def shapes(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of each feature for latents of shape [B, h, w, C]."""
         batch, *sides = latents[:3]
         height, width = (-(-side * self.factor // self.cfg.downscale_factor) for side in sides)
         shapes = []
@@ -124,7 +124,7 @@ class T2IAdapter:
             places.append(of_level[-2] if resizes else of_level[-1])
         return [*places, None][: self.layers]
 
-    def prepare(self, p: Params, conditions: Conditions) -> None:
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> None:
         """Return nothing: it does not read the text."""
 
     def residuals(
@@ -136,7 +136,7 @@ class T2IAdapter:
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
         """Return zeros of the shapes of ``residuals`` for latents [B, h, w, C]."""
-        return self._placed([jnp.zeros(feature_shape, dtype) for feature_shape in self.features(shape)])
+        return self._placed([jnp.zeros(feature_shape, dtype) for feature_shape in self.shapes(shape)])
 
     def _placed(self, features: Sequence[Array]) -> Residuals:
         placed = dict(zip(self.places(), features, strict=True))
@@ -152,7 +152,7 @@ def fault_for(cfg: AdapterConfig, unet: UNetConfig) -> str | None:
         side = -(-side // 2) if j is None else side
         sizes.append((side, level.channels))
     wanted = [sizes[-1 if at is None else at] for at in adapter.places()]
-    got = [(shape[1], shape[3]) for shape in adapter.features((1, 64, 64, 4))]
+    got = [(shape[1], shape[3]) for shape in adapter.shapes((1, 64, 64, 4))]
     if len(unet.block_out_channels) <= len(got) == len(wanted) and got == wanted:
         return None
 

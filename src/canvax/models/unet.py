@@ -72,11 +72,12 @@ class Residuals(NamedTuple):
 
     Attributes:
         skips: added to each feature map of the way down before its use on the way up [B, h', w', C']; empty for none.
+            In a transformer, added to the image's tokens after each block [B, L, D]; None for a block without.
         middle: added to the output of the middle; None for none.
         within: added to the features after a layer of the way down, by the layer's index; the next layer reads the sum.
     """
 
-    skips: tuple[Array, ...] = ()
+    skips: tuple[Any, ...] = ()
     middle: Array | None = None
     within: dict[int, Array] | None = None
 

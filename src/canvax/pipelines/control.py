@@ -17,7 +17,6 @@ from canvax.families.base import Model
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import as_floats, resized
 from canvax.models.controlled import Control
-from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
@@ -113,8 +112,16 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
             raise miscounted(name, len(value), len(nets), "networks")
+    modes = options.control_mode
+    if model.networks.unet is None and set([modes] if isinstance(modes, str) else modes) - {"balanced"}:
+        raise InputError(
+            "control_mode",
+            f"weights the layers of a UNet, which {model.name} does not have",
+            cure="leave it out and change {control_scale}",
+            value=modes,
+        )
     images = {
-        name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
+        name: read_typed(net, value, count) if net.slots else read_shown(value, count)
         for (name, net), value in zip(nets, by_network, strict=True)
         if value is not None
     }
@@ -185,10 +192,7 @@ def encode_controls(
         for shown in images:
             parts = [read(hint.image) for hint in shown]
             net = nets[name]
-            if isinstance(net, UnionNet):
-                kept.append(net.together(parts, [hint.slot for hint in shown], [hint.weight for hint in shown]))
-            else:
-                kept.append(parts[0])
+            kept.append(net.together(parts, [hint.slot for hint in shown], [hint.weight for hint in shown]))
         whole = [np.stack([*parts, *[parts[-1]] * (batch - len(parts))]) for parts in zip(*kept, strict=True)]
         inputs[name] = tuple(put(part, split) for part in whole)
     return inputs
@@ -230,7 +234,7 @@ def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
     return [(Shown(image),) for image in read_images("control", value, count)]
 
 
-def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]:
+def read_typed(net: Control, value: Any, count: int) -> list[tuple[Shown, ...]]:
     """Read the control images of a ControlNet-Union by type: one entry for all of ``count`` images, or one for each.
 
     Args:
@@ -247,6 +251,9 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         if not typed:
             raise InputError("control", "names no type of control image", cure=_known(net), value=value)
         _check_once(typed)
+        if len(typed) > 1 and not net.mixes:
+            cure = "load the network once for each type, which shares its weights: controlnet=[name, name]"
+            raise InputError("control", f"has {len(typed)} types for a network that reads one", cure=cure)
         several = max(len(images) for _, images in typed.values())
         return [
             tuple(Shown(images[i % len(images)], label, *kind) for label, (kind, images) in typed.items())
@@ -269,7 +276,7 @@ def mark_of(shown: Sequence[Shown]) -> Any:
     return marks.get("", marks)
 
 
-def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
+def _type_of(net: Control, key: Any) -> tuple[int, float]:
     """Return the number of a type and its weight."""
     if is_number(key) and key == int(key):
         name, weight = str(int(key)), ""
@@ -278,9 +285,9 @@ def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
         if not isinstance(key, str) or (colon and not weight):
             raise InputError("control", f"has {key!r}, which is no type of control image", cure=_known(net))
     name = name.strip().lower()
-    slot = TYPES.get(name, int(name) if name.isdecimal() else net.types)
-    if slot >= net.types:
-        close = "" if name.isdecimal() else f"{nearest(name, _names(net))}; "
+    slot = net.types.get(name, int(name) if name.isdecimal() else net.slots)
+    if slot >= net.slots:
+        close = "" if name.isdecimal() else f"{nearest(name, list(net.types))}; "
         raise InputError("control", f"has {key!r}, which is no type of this network", cure=f"{close}{_known(net)}")
     try:
         strength = float(weight or 1)
@@ -303,11 +310,7 @@ def _check_once(typed: Mapping[str, tuple[Any, ...]]) -> None:
         first[slot] = label
 
 
-def _names(net: UnionNet) -> list[str]:
-    return [name for name, slot in TYPES.items() if slot < net.types]
-
-
-def _known(net: UnionNet) -> str:
+def _known(net: Control) -> str:
     """Return the types of a network for errors."""
-    slots = [" = ".join(name for name, at in TYPES.items() if at == slot) or "-" for slot in range(net.types)]
+    slots = [" = ".join(name for name, at in net.types.items() if at == slot) or "-" for slot in range(net.slots)]
     return "its types are " + ", ".join(f"{slot} {names}" for slot, names in enumerate(slots))

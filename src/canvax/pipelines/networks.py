@@ -151,7 +151,8 @@ def with_controls(
     if not weights:
         shapes = {part.name: abstract_params(part.spec, model.dtype, mesh) for part in parts}
         return model, programs, {**params, **shapes}
-    needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
+    different = {files.name: part for part, files in zip(parts, model.controls, strict=True)}.values()
+    needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in different)
     quantized = model.quantize is not None
     check_weights(needed, mesh, ", ".join(map(str, model.controls)), model.dtype, quantized=quantized)
     old = {name for name, _ in model.networks.controls} | {control_name(i) for i in range(MOST)}
@@ -161,7 +162,12 @@ def with_controls(
         component = model.networks.denoiser.component
         return trained(component) if trained else kept[component]
 
+    names_of: dict[tuple[Any, ...], str] = {}
     for part, files in zip(parts, model.controls, strict=True):
+        same = names_of.setdefault((files.name, files.revision, files.variant), part.name)
+        if same != part.name:  # the same network for another control image: weights are shared
+            kept[part.name] = kept[same]
+            continue
 
         def placed(param: Param, array: HostArray, files: ControlFiles = files) -> Array:
             check_finite(files, array)

@@ -20,7 +20,6 @@ from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import as_floats, extended, resized
 from canvax.images.metadata import prompt_in, prompt_of
-from canvax.models.controlnet_union import UnionNet
 from canvax.noise import NoiseKind, check_seed, initial_noise
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
@@ -100,7 +99,7 @@ def upscaled(
 def tiles_shown(model: Model, images: list[Image.Image]) -> Any:
     """Return tiles as the control images of every network."""
     nets = [net for _, net in model.networks.controls]
-    shown = [[{"tile": image} for image in images] if isinstance(net, UnionNet) else images for net in nets]
+    shown = [[{"tile": image} for image in images] if net.slots else images for net in nets]
     return shown if len(shown) > 1 else shown[0]
 
 

@@ -17,7 +17,6 @@ from canvax.compile.kinds import Kinds
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.models.controlled import Control
-from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.models.t2i_adapter import T2IAdapter
 from canvax.pipelines.image_prompts import ImagePrompt
 from canvax.pipelines.networks import usual_kinds
@@ -64,7 +63,7 @@ def examples(model: Model, width: int, height: int) -> dict[str, Any]:
     """Return fields of a job request that uses every network."""
     networks = model.networks
     black = Image.new("RGB", (width, height))
-    control = [{"0": black} if isinstance(net, UnionNet) else black for _, net in networks.controls]
+    control = [{"0": black} if net.slots else black for _, net in networks.controls]
     fields: dict[str, Any] = {"control": control if len(control) > 1 else control[0]} if control else {}
     if networks.image_encoder and networks.ip_adapters:
         fields["image_prompt"] = [PromptImage(black, adapter=i) for i in range(len(networks.ip_adapters))]
@@ -87,8 +86,8 @@ def file_cards(files: PartCache) -> tuple[ControlCard, ...]:
 
 
 def _kind_of(net: Control) -> tuple[Any, tuple[str, ...]]:
-    if isinstance(net, UnionNet):
-        return "union", tuple(name for name, slot in TYPES.items() if slot < net.types)
+    if net.slots:
+        return "union", tuple(net.types)
     return ("t2i-adapter" if isinstance(net, T2IAdapter) else "controlnet"), ()
 
 

@@ -343,6 +343,6 @@ def _residuals(
 
     def added(p: Params, noisy: Array, encoded: Conditions, images: Array) -> Residuals:
         scales = jnp.ones((noisy.shape[0], net.layers), jnp.float32)
-        return net.residuals(p, noisy, times, net.prepare(p, encoded), net.encode(p, images), scales)
+        return net.residuals(p, noisy, times, net.prepare(p, encoded, noisy.shape), net.encode(p, images), scales)
 
     return (jax.checkpoint(added) if objective.remat else added)(p, noisy, encoded, hints.astype(jnp.float32) / 255)

@@ -4,6 +4,7 @@
     the original code   control_model.input_hint_block.0.weight, input_blocks. ..., zero_convs. ..., middle_block. ...
     control-LoRAs       lora_controlnet, and NAME.up and NAME.down instead of the UNet's NAME.weight
     T2I-Adapters        adapter.body.0.resnets.0.block1.weight; in the original code body.0.block1.weight
+    of FLUX.1           controlnet_x_embedder.weight; of XLabs pos_embed_input.weight
 
 (Zhang et al. 2023; Mou et al. 2023.)
 """
@@ -15,10 +16,19 @@ from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
+from canvax.families.flux import NAMES
 from canvax.weights.entries import PICKLES, Entry, pickle_refused
 from canvax.weights.files import ControlFiles, ControlKind, open_weights
 from canvax.weights.formats import controlnet_rules, t2i_adapter_rules
-from canvax.weights.identify import CLASSES, CONTROLNET, T2I_ADAPTER, expect, identify
+from canvax.weights.identify import (
+    CLASSES,
+    CONTROLNET,
+    FLUX_CONTROLNET,
+    T2I_ADAPTER,
+    expect,
+    identify,
+    is_flux_control,
+)
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_network
 from canvax.weights.rules import Names
@@ -62,13 +72,16 @@ def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[s
         if (kind := CLASSES.get(cls)) not in (CONTROLNET, T2I_ADAPTER):
             raise CheckpointError(
                 f"{name}: its config.json is of the class {cls[:80]!r}; canvax reads ControlNetModel, "
-                "ControlNetUnionModel and T2IAdapter"
+                f"ControlNetUnionModel, {FLUX_CONTROLNET} and T2IAdapter"
             )
+        if cls == FLUX_CONTROLNET:
+            return "transformer"
         return "controlnet" if kind is CONTROLNET else "adapter"
 
     files = open_network(location, accept=lambda config: accept(kind_of(config), config))
     kind = kind_of(files.config)
-    return ControlFiles(name, files.arrays, files.config, files.path, files.revision, files.variant, kind)
+    arrays = Names(NAMES).to_internal(files.arrays) if kind == "transformer" else files.arrays
+    return ControlFiles(name, arrays, files.config, files.path, files.revision, files.variant, kind)
 
 
 def is_union(config: Mapping[str, Any]) -> bool:
@@ -79,6 +92,8 @@ def is_union(config: Mapping[str, Any]) -> bool:
 def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
     """Recognise a network by the names of its arrays."""
     shapes = {array.name: array.shape for array in arrays}
+    if is_flux_control(shapes):
+        return ControlFiles(name, Names(NAMES).to_internal(arrays), kind="transformer")
     expect(name, shapes, CONTROLNET, T2I_ADAPTER)
     if (kind := identify(shapes)) is None:
         raise CheckpointError(f"{name}: holds no ControlNet and no T2I-Adapter, as the names of its arrays say")

@@ -15,7 +15,8 @@ from canvax.weights.gguf import open_gguf
 from canvax.weights.safetensors import open_safetensors
 from canvax.weights.scales import with_scales
 
-ControlKind = Literal["controlnet", "adapter"]
+ControlKind = Literal["controlnet", "adapter", "transformer"]
+"""A ControlNet of a UNet, a T2I-Adapter, or a ControlNet of FLUX.1."""
 
 
 @dataclass(frozen=True, eq=False)

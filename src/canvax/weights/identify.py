@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from canvax.errors import CheckpointError, InputError
 from canvax.families.base import Family, Shapes
+from canvax.families.flux import FLUX
 from canvax.families.known import AUTOENCODERS, FAMILIES, MODELS
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
@@ -21,6 +22,9 @@ from canvax.weights.scales import UnreadFormat
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 """Prefixes of these parts in a single file."""
+
+INSIDE = {"text_encoder": "text_encoders.", "text_encoder_2": "text_encoders.", "vae": "vae."}
+"""Prefixes of the parts beside a transformer in ComfyUI's file of a whole model, by argument of ``canvax.load``."""
 
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
@@ -58,6 +62,15 @@ OTHERS = {
 """Parts of names that only families without a UNet have."""
 
 
+FLUX_CONTROLNET = "FluxControlNetModel"
+
+
+def is_flux_control(names: Collection[str]) -> bool:
+    """Return whether a file is a ControlNet of FLUX.1."""
+    marks = (("controlnet_x_embedder.", "time_text_embed.text_embedder."), ("pos_embed_input.", "vector_in."))
+    return any(all(any(name.startswith(mark) for name in names) for mark in pair) for pair in marks)
+
+
 class FileKind(NamedTuple):
     """A kind of file.
 
@@ -88,8 +101,10 @@ def _all(*starts: str) -> Callable[[Shapes], bool]:
 
 CONTROLNET = FileKind(
     "a ControlNet", "pass it to controlnet (--controlnet)", "--controlnet",
-    _any("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
-         "lora_controlnet"),
+    lambda shapes: is_flux_control(shapes) or _any(
+        "control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
+        "lora_controlnet",
+    )(shapes),
 )  # fmt: skip
 LLLITE = FileKind("a ControlLLLite", "canvax does not have this method", "", _any("lllite_"))
 IP_ADAPTER = FileKind(
@@ -139,7 +154,8 @@ KINDS = (
 
 CLASSES: Mapping[str, FileKind] = {
     **dict.fromkeys(
-        ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union"), CONTROLNET
+        ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union", FLUX_CONTROLNET),
+        CONTROLNET,
     ),
     "T2IAdapter": T2I_ADAPTER,
     **dict.fromkeys((*AUTOENCODERS, "FlaxAutoencoderKL"), AUTOENCODER),
@@ -185,6 +201,8 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool =
 
 def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Return the family of models that a file is or is for, "" if unknown, and the width of the text it reads, or 0."""
+    if is_flux_control(shapes):
+        return FLUX.title, 0
     if known := transformer_family(shapes):
         return known.title, 0
     for piece, family in OTHERS.items():
@@ -253,6 +271,8 @@ def inspect(path: Path) -> FileReport | None:
     if family in OTHERS.values() and kind is not LORA:
         return FileReport(path, "weights that canvax does not run", family)
     missing = parts_missing(shapes) if kind is MODEL else []
+    if kind is TRANSFORMER and all(any(name.startswith(start) for name in shapes) for start in INSIDE.values()):
+        return FileReport(path, MODEL.name, family, kind)
     kind_name = kind.name if kind else UPSCALER if enlarges else "not recognised"
     if missing:
         kind_name = f"a model without {' and '.join(missing)}"

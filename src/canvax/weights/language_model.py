@@ -10,6 +10,7 @@ CLIPTextModel            text_model.encoder.layers.0.self_attn.q_proj.weight
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,13 +19,14 @@ from canvax.errors import CheckpointError
 from canvax.weights.entries import Entry
 from canvax.weights.files import NetworkFiles, open_weights
 from canvax.weights.formats import LLAMA_CPP, T5_CPP, numbered, whole_name
-from canvax.weights.identify import LANGUAGE_MODEL, T5, TEXT_ALONE, FileKind, Shapes, expect
+from canvax.weights.identify import INSIDE, LANGUAGE_MODEL, T5, TEXT_ALONE, FileKind, Shapes, expect, identify
 from canvax.weights.layouts import EMBEDDED, LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
 
 QWEN25_HEAD = 128
 """Channels of a head of every Qwen2.5-VL, whose arrays do not determine it."""
+_INSIDE = re.compile(rf"{re.escape(INSIDE['text_encoder'])}(\w+)\.transformer\.")
 
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
@@ -44,7 +46,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
     if path is not None and path.is_file():
         usual_kind = LLAMA_CPP.to_internal, LANGUAGE_MODEL, language_model_config
         named, wanted, config_of = _KINDS.get(str(usual["model_type"]), usual_kind)
-        arrays = named(open_weights(path, plain_names=False))
+        arrays = named(_inside(open_weights(path, plain_names=False), named, wanted))
         shapes = {array.name: array.shape for array in arrays}
         expect(f"{location.argument}={name!r}", shapes, wanted)
         try:
@@ -64,6 +66,18 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
             raise CheckpointError(f"{location.argument}={name!r}: its model_type is {str(kind)[:80]!r}, not {wanted!r}")
 
     return open_part(location, location.argument, accept, "transformers")
+
+
+def _inside(entries: Sequence[Entry], named: Callable[[Sequence[Entry]], list[Entry]], kind: FileKind) -> list[Entry]:
+    """Return the arrays of the text encoder of this kind in ComfyUI's file of a whole model; all of another file."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if match := _INSIDE.match(entry.name):
+            groups.setdefault(match[1], []).append(replace(entry, name=entry.name[match.end() :]))
+    for group in groups.values():
+        if identify({entry.name: entry.shape for entry in named(group)}) is kind:
+            return group
+    return list(entries)
 
 
 def language_model_config(shapes: Shapes) -> dict[str, Any]:

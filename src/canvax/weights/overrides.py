@@ -25,7 +25,7 @@ from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import is_tokenizer
 from canvax.weights.formats import TAESD, vae_rules
-from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
+from canvax.weights.identify import AUTOENCODER, CLASSES, INSIDE, MODEL, VAE, expect
 from canvax.weights.language_model import open_language_model
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import find_tokenizer, open_part
@@ -218,14 +218,15 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
         CheckpointError: the file has no autoencoder.
     """
     arrays = [entry for entry in open_weights(path) if not _IGNORED.fullmatch(entry.name)]
+    if prefix := next((start for start in (VAE, INSIDE["vae"]) if any(e.name.startswith(start) for e in arrays)), ""):
+        arrays = [replace(array, name=array.name.removeprefix(prefix)) for array in arrays
+                  if array.name.startswith(prefix)]  # fmt: skip
     if any(_HALF.fullmatch(array.name) for array in arrays):
         raise CheckpointError(
             f"vae={name!r}: holds half of a TAESD, encoder or decoder alone; take the file that has both, or "
             "madebyollin/taesd"
         )
     expect(f"vae={name!r}", {array.name: array.shape for array in arrays}, AUTOENCODER, MODEL)
-    if any(array.name.startswith(VAE) for array in arrays):
-        arrays = [replace(array, name=array.name.removeprefix(VAE)) for array in arrays if array.name.startswith(VAE)]
     tiny = TAESD.to_internal(arrays)
     if any(_TINY.fullmatch(array.name) for array in tiny):
         shapes = {array.name: array.shape for array in tiny}

@@ -7,6 +7,9 @@
     Qwen-Image [model.diffusion_model.]transformer_blocks.0.img_mlp.gate_up.weight
     Anima      [model.diffusion_model. or net.]blocks.0.self_attn.q_proj.weight, with llm_adapter.
 
+A checkpoint of ComfyUI has the other parts as well: text_encoders.t5xxl.transformer.encoder. ..., vae.decoder. ...;
+they are opened by their own names (``canvax.weights.overrides``).
+
 The file is a safetensors or a GGUF file. Sizes are inferred from shapes. Facts that neither these nor the other parts
 determine are in the family's ``SingleFile``.
 """
@@ -23,7 +26,7 @@ from canvax.families.base import Family
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.folder import is_tokenizer, library_of
-from canvax.weights.identify import bare_name, transformer_family
+from canvax.weights.identify import INSIDE, bare_name, transformer_family
 from canvax.weights.rules import Names
 
 
@@ -52,6 +55,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         raise InputError(
             "model", f"is the transformer of {family.title} alone", cure=f"add {' and '.join(missing)}", value=name
         )
+    entries = [entry for entry in entries if not entry.name.startswith(tuple(INSIDE.values()))]
     arrays = [replace(entry, name=bare_name(entry.name)) for entry in entries]
     marks = {array.name: array.shape for array in arrays if array.name.startswith(layout.unused)}
     arrays = [array for array in arrays if array.name not in marks]
