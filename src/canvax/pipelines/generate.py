@@ -45,6 +45,7 @@ from canvax.pipelines.request import InitImages, Request, check_composed
 from canvax.pipelines.result import Clock, Display, Result
 from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
+from canvax.samplers.forecast import FEWEST_STEPS, with_forecasts
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
@@ -152,7 +153,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     if schedule.size_shift and not isinstance(request.sampler, SamplerTable):
         tokens = model.networks.tokens([(request.height, request.width)])
         settings = {"mu": mu(tokens, steps) if mu else schedule.mu_of(tokens), **settings}
-    return build_table(
+    table = build_table(
         model.scheduler,
         steps,
         sampler=request.sampler,
@@ -167,6 +168,9 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         guidance_interval=options.guidance_interval,
         settings=settings,
     )
+    # A network of mean velocities reads how long each step is.
+    few = steps < FEWEST_STEPS or model.networks.denoiser.facts.flow_map
+    return table if options.quality == "full" or few else with_forecasts(table)
 
 
 def denoise(

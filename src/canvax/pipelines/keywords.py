@@ -22,6 +22,7 @@ from canvax.call import (
     MaskMode,
     NoiseKind,
     PromptSyntax,
+    Quality,
     Spacing,
     StrengthRule,
     Tiling,
@@ -62,6 +63,9 @@ class OptionFields(TypedDict, total=False):
     """Perturbed-attention guidance of Ahn et al. 2024, 3 is usual; one more evaluation for each step."""
     pag_adaptive_scale: float
     """Decrease of pag_scale with the timestep."""
+    quality: Quality
+    """Fast: from 20 steps on, forecast about half of the evaluations from the others, for nearly the same image; see
+    docs/less-work.md."""
     reuse: int
     """Compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others (DeepCache,
     TaylorSeer); one more program."""
