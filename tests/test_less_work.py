@@ -434,9 +434,9 @@ def test_forecasts_are_what_a_slower_loop_computes() -> None:
         np.testing.assert_allclose(run_on_host(shorter, network, x)[-1], state[0], rtol=1e-9, atol=1e-9)
 
 
-def kept(scheduler: Any, steps: int, **settings: Any) -> list[int]:
+def kept(scheduler: Any, steps: int, changes: Any = (), **settings: Any) -> list[int]:
     table = build_table(scheduler, steps, **settings)
-    shorter = with_forecasts(table)
+    shorter = with_forecasts(table, changes)
     return np.flatnonzero(np.isin(table.timestep, shorter.timestep)).tolist()
 
 
@@ -447,6 +447,7 @@ def test_rows_that_are_computed() -> None:
     interval = {"guidance": 5.0, "guidance_interval": (0.0, 0.5)}
     assert kept(scheduler, 16, sampler="ddim", **interval) == [0, 1, 2, 4, 6, 7, 8, 10, 12, 14, 15]
     assert kept(scheduler, 4, sampler="ddim") == [0, 1, 2, 3]
+    assert kept(scheduler, 16, (0, 6.5), sampler="ddim") == kept(scheduler, 16, sampler="ddim", **interval)
     # Noise, two evaluations a step, no free slot.
     for sampler in ("euler_a", "heun", "pndm_prk"):
         table = build_table(scheduler, 24, sampler=sampler)
@@ -468,6 +469,19 @@ def test_a_fast_image(emoji: canvax.Pipeline) -> None:
     np.testing.assert_array_equal(emoji.again(fast.metadata[0]).latents, fast.latents)
     several = emoji(["a cat", "a dog"], seed=3, num_inference_steps=24, quality="fast", progress=False)
     np.testing.assert_allclose(several.latents[0], fast.latents[0], atol=1e-4)
+
+
+def test_a_prompt_that_changes_is_not_forecast(emoji: canvax.Pipeline) -> None:
+    """No line leads from one prompt to another: steps 10 and 11 are computed."""
+
+    def steps(prompt: str) -> list[int]:
+        options = canvax.Options(quality="fast", prompt_syntax="a1111")
+        request = make_request(emoji.model, Call(prompt, num_inference_steps=20, options=options))
+        return generate.sampler_table(emoji.model, request).step.tolist()
+
+    assert steps("a cat") == [0, 1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 19]
+    assert steps("a [cat:dog:9]") == [0, 1, 2, 4, 6, 8, 10, 11, 13, 15, 17, 18, 19]
+    assert steps("a [cat|dog]") == list(range(20))
 
 
 @pytest.mark.parametrize(

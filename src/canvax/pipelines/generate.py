@@ -47,6 +47,7 @@ from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
 from canvax.samplers.forecast import FEWEST_STEPS, with_forecasts
 from canvax.samplers.strength import steps_of_strength
+from canvax.settings import listed
 from canvax.types import HostArray
 
 
@@ -170,7 +171,13 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     )
     # A network of mean velocities reads how long each step is.
     few = steps < FEWEST_STEPS or model.networks.denoiser.facts.flow_map
-    return table if options.quality == "full" or few else with_forecasts(table)
+    if options.quality == "full" or few:
+        return table
+    changes = [float(stage.step) for stage in request.texts.stages]
+    if request.control is not None:
+        ends = [*listed(options.control_start), *listed(options.control_end)]
+        changes += [round(end * int(table.step[-1] + 1 - table.step[0]), 6) for end in ends]
+    return with_forecasts(table, [skip + step for step in changes])
 
 
 def denoise(

@@ -121,7 +121,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         )
     full = replace(request, options=replace(options, quality="full"))
     if options.quality == "fast" and len(sampler_table(model, request)) == len(sampler_table(model, full)):
-        problem = f"has no effect: it needs {FEWEST_STEPS} steps or more, with one evaluation each and no noise"
+        problem = f"has no effect: it needs {FEWEST_STEPS} steps, with one evaluation and no noise each, of one prompt"
         yield HintWarning("quality", problem, cure="try {sampler='dpmpp_2m'}", value="fast")
     yield from idle(model, request)
     if request.embeds[0] is not None and request.embeds[1] is None and request.guided:

@@ -8,6 +8,7 @@ table, which every program runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,22 +21,27 @@ FIRST, LAST = 3, 2
 """Rows at the beginning and at the end that are always computed."""
 
 
-def with_forecasts(table: SamplerTable) -> SamplerTable:
+def with_forecasts(table: SamplerTable, changes: Sequence[float] = ()) -> SamplerTable:
     """Return the table without the rows whose D can be forecast by the line through the last two evaluations.
 
     No two of these rows are neighbours. Rows stay that add noise, that share a step with another row, or that have no
-    two evaluations of one kind before them: with guidance, or without. One slot must be free, for the D before the
-    last; a table without a free slot, or with nothing to forecast, is returned as it is.
+    two evaluations of their kind before them. One slot must be free, for the D before the last; a table without a free
+    slot, or with nothing to forecast, is returned as it is.
+
+    Args:
+        table: a table with its guidance, whose end or beginning changes D at once.
+        changes: steps at which other things change D at once, such as another prompt.
     """
     if not (free := _free_slots(table)):
         return table
-    slot, plain, count = free[-1], table.guidance == 1.0, len(table)
+    slot, count = free[-1], len(table)
+    kinds = list(zip(table.guidance == 1.0, np.searchsorted(np.sort(changes), table.step, "right"), strict=True))
     computed, folded, since = list[int](), list[np.ndarray](), 0
     with np.errstate(all="ignore"):
         level = np.log(table.sigma)
         for row in range(count):
             M = table.M[row]
-            since = row if row and plain[row] != plain[row - 1] else since
+            since = row if row and kinds[row] != kinds[row - 1] else since
             inner = FIRST <= row < count - LAST and computed[-1] == row - 1 and computed[-2] >= since
             alone = inner and table.step[row - 1] < table.step[row] < table.step[row + 1]
             ahead = (level[row] - level[row - 1]) / (level[row - 1] - level[computed[-2]]) if alone else np.nan
