@@ -1,12 +1,13 @@
 """Less work for nearly the same picture: what each option costs in PSNR and saves in time.
 
-    python benchmarks/less_work.py [--model emoji] [--size 64] [--steps 20] [--fast] [--full-size] [--output docs/images]
+    python benchmarks/less_work.py [--model emoji] [--size 64] [--steps 20] [--fast] [--full-size] [--output FOLDER]
 
 Draws 16 prompts with each option, the options taking turns batch by batch, and prints the table of docs/less-work.md:
 PSNR of the pictures against those of the full run with the same sampler, and the time of the denoising against its.
 Writes less-work.png, some of the pictures side by side. --fast compares quality="fast" with fewer steps instead, at 30
-steps: PSNR against the full run of the sampler, and against 1,000 steps of DDIM. --full-size times the UNet of Stable Diffusion 1.5 on random
-weights instead (5 GB): an evaluation in full against one that reuses its deep features and one with weights of 8 bits.
+steps: PSNR against the full run of the sampler, and against 1,000 steps of DDIM. --full-size times the UNet of Stable
+Diffusion 1.5 on random weights (5 GB): an evaluation in full against one that reuses its deep features and one with
+weights of 8 bits.
 """
 
 from __future__ import annotations

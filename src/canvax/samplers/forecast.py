@@ -17,6 +17,8 @@ from canvax.samplers.table import COLUMNS, DENOISED, NOISE, SLOTS, SamplerTable
 
 FEWEST_STEPS = 20
 """Steps from which neighbouring rows are near enough for forecasts."""
+FARTHEST = 0.4
+"""Largest change of the log-SNR's half, log(alpha / std), over which D is forecast; beyond that it bends too much."""
 FIRST, LAST = 3, 2
 """Rows at the beginning and at the end that are always computed."""
 
@@ -44,8 +46,9 @@ def with_forecasts(table: SamplerTable, changes: Sequence[float] = ()) -> Sample
             since = row if row and kinds[row] != kinds[row - 1] else since
             inner = FIRST <= row < count - LAST and computed[-1] == row - 1 and computed[-2] >= since
             alone = inner and table.step[row - 1] < table.step[row] < table.step[row + 1]
-            ahead = (level[row] - level[row - 1]) / (level[row - 1] - level[computed[-2]]) if alone else np.nan
-            if np.isfinite(ahead) and not M[:, NOISE].any():
+            reach = level[row] - level[row - 1]
+            ahead = reach / (level[row - 1] - level[computed[-2]]) if alone else np.nan
+            if np.isfinite(ahead) and abs(reach) <= FARTHEST and not M[:, NOISE].any():
                 forecast = np.zeros(SLOTS + 2)  # of the state and the D of the row before
                 forecast[DENOISED], forecast[slot] = 1 + ahead, -ahead
                 folded[-1] = M[:, :SLOTS] @ folded[-1] + np.outer(M[:, DENOISED], forecast)
