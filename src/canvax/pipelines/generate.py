@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -173,11 +174,12 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     few = steps < FEWEST_STEPS or model.networks.denoiser.facts.flow_map
     if options.quality == "full" or few:
         return table
-    changes = [float(stage.step) for stage in request.texts.stages]
+    changes, first = [skip + stage.step for stage in request.texts.stages], int(table.step[0])
     if request.control is not None:
-        ends = [*listed(options.control_start), *listed(options.control_end)]
-        changes += [round(end * int(table.step[-1] + 1 - table.step[0]), 6) for end in ends]
-    return with_forecasts(table, [skip + step for step in changes])
+        rows = int(table.step[-1]) + 1 - first
+        changes += [first + math.ceil(round(start * rows, 6)) for start in listed(options.control_start)]
+        changes += [first + math.floor(round(end * rows, 6)) for end in listed(options.control_end)]
+    return with_forecasts(table, changes)
 
 
 def denoise(

@@ -23,7 +23,7 @@ FIRST, LAST = 3, 2
 """Rows at the beginning and at the end that are always computed."""
 
 
-def with_forecasts(table: SamplerTable, changes: Sequence[float] = ()) -> SamplerTable:
+def with_forecasts(table: SamplerTable, changes: Sequence[int] = ()) -> SamplerTable:
     """Return the table without the rows whose D can be forecast by the line through the last two evaluations.
 
     No two of these rows are neighbours. Rows stay that add noise, that share a step with another row, or that have no
