@@ -1,11 +1,13 @@
 """Less work for nearly the same picture: what each option costs in PSNR and saves in time.
 
-    python benchmarks/less_work.py [--model emoji] [--size 64] [--steps 20] [--full-size] [--output docs/images]
+    python benchmarks/less_work.py [--model emoji] [--size 64] [--steps 20] [--fast] [--full-size] [--output FOLDER]
 
 Draws 16 prompts with each option, the options taking turns batch by batch, and prints the table of docs/less-work.md:
 PSNR of the pictures against those of the full run with the same sampler, and the time of the denoising against its.
-Writes less-work.png, some of the pictures side by side. --full-size times the UNet of Stable Diffusion 1.5 on random
-weights instead (5 GB): an evaluation in full against one that reuses its deep features and one with weights of 8 bits.
+Writes less-work.png, some of the pictures side by side. --fast compares quality="fast" with fewer steps instead, at 30
+steps: PSNR against the full run of the sampler, and against 1,000 steps of DDIM. --full-size times the UNet of Stable
+Diffusion 1.5 on random weights (5 GB): an evaluation in full against one that reuses its deep features and one with
+weights of 8 bits.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "DPM++ 2M: half the steps": {"sampler": "dpmpp_2m", "halved": True},
     "DPM++ 2M: reuse=2": {"sampler": "dpmpp_2m", "reuse": 2},
 }
+FAST = ("DDIM", "DPM++ 2M", "DPM++ 2M Karras")
+"""Samplers of --fast."""
 SHOWN = ("full run", "half the steps", "guidance_interval=(0, 0.8)", "reuse=2", "reuse=3", "reuse=5")
 
 
@@ -75,13 +79,13 @@ def draw(
     pipes: dict[str | None, canvax.Pipeline], first: int, run: dict[str, Any], steps: int, size: int | None
 ) -> canvax.Result:
     """One batch."""
-    options = {name: value for name, value in run.items() if name not in ("sampler", "halved", "quantize")}
+    options = {name: value for name, value in run.items() if name not in ("sampler", "halved", "quantize", "steps")}
     return pipes[run.get("quantize")](
         list(PROMPTS[first : first + BATCH]),
         seed=first,
         height=size,
         width=size,
-        num_inference_steps=steps // 2 if run.get("halved") else steps,
+        num_inference_steps=run.get("steps", steps // 2 if run.get("halved") else steps),
         sampler=run.get("sampler"),
         options=canvax.Options(progress=False, **options),
     )
@@ -109,6 +113,33 @@ def compare(pipes: dict[str | None, canvax.Pipeline], steps: int, size: int | No
         figures = "| " * 6 if name == full else f"{figures} {alike.mean():.3f} | {alike.min():.3f} |"
         print(f"| {name} | {figures} {ratio:.2f} | {1 / ratio:.2f} x |", flush=True)
     return drawn
+
+
+def fast(pipe: canvax.Pipeline, size: int | None, steps: int = 30) -> None:
+    """Print three rows for each sampler of FAST: the full run, the fast one, and as many evaluations in full."""
+    pipes: dict[str | None, canvax.Pipeline] = {None: pipe}
+    draw(pipes, 0, {"steps": 2}, steps, size)  # compiles
+    firsts = range(0, len(PROMPTS), BATCH)
+    exact = np.concatenate([draw(pipes, first, {"steps": 1000}, steps, size).pixels for first in firsts])
+    head = f"| | evaluations | PSNR to {steps} steps, mean dB | lowest | to 1,000 steps | lowest | speed |"
+    print(head + "\n" + "|---" * 7 + "|")
+    for sampler in FAST:
+        fast = {"sampler": sampler, "quality": "fast"}
+        fewer = {"sampler": sampler, "steps": evaluations(draw(pipes, 0, fast, steps, size))}
+        runs = {"full": {"sampler": sampler}, "fast": fast, "fewer steps": fewer}
+        drawn = [{name: draw(pipes, first, run, steps, size) for name, run in runs.items()} for first in firsts]
+        pixels = {name: np.concatenate([results[name].pixels for results in drawn]) for name in runs}
+        for name in runs:
+            speed = statistics.median(one["full"].timings["denoise"] / one[name].timings["denoise"] for one in drawn)
+            near, right = psnr(pixels[name], pixels["full"]), psnr(pixels[name], exact)
+            figures = [f"{near.mean():.1f}", f"{near.min():.1f}"] if name != "full" else ["", ""]
+            figures += [f"{right.mean():.1f}", f"{right.min():.1f}", f"{speed:.2f} x"]
+            print("|", " | ".join([f"{sampler}, {name}", str(evaluations(drawn[0][name])), *figures]), "|", flush=True)
+
+
+def evaluations(result: canvax.Result) -> int:
+    """The evaluations of a run."""
+    return round(result.timings["denoise"] / result.timings["step"])
 
 
 def grid(drawn: dict[str, np.ndarray], cell: int = 96, label: int = 200, shown: int = 8) -> Image.Image:
@@ -206,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="emoji", help="emoji, a folder, or a Hub id (emoji)")
     parser.add_argument("--size", type=int, help="pixels of a side (the model's own)")
     parser.add_argument("--steps", type=int, default=20, help="of the full run; the lists of RUNS are made for 20")
+    parser.add_argument("--fast", action="store_true", help="compare quality='fast' with fewer steps, at 30 steps")
     parser.add_argument("--full-size", action="store_true", help="time Stable Diffusion 1.5's UNet on random weights")
     parser.add_argument("--output", type=Path, default=Path("docs/images"), help="a folder (docs/images)")
     told = parser.parse_args(arguments)
@@ -214,6 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         variants()
         return
     mesh = make_mesh(jax.devices()[:1])
+    if told.fast:
+        fast(canvax.load(told.model, mesh=mesh), told.size)
+        return
     pipes = {kind: canvax.load(told.model, mesh=mesh, quantize=kind) for kind in (None, *KINDS)}
     drawn = compare(pipes, told.steps, told.size)
     grid(drawn).quantize(256, dither=Image.Dither.NONE).save(told.output / "less-work.png", optimize=True)

@@ -174,6 +174,7 @@ ODD = [
     {"prompt": "a dog", "guidance_steps": [3, 1, 2], "guidance_scale": 1},
     {"prompt": "a dog", "guidance_scale": 1},
     {"prompt": "a cat", "reuse": 2},
+    {"prompt": "a cat", "quality": "fast", "steps": 20},
     {"prompt": "a cat", "hires": 1.5, "hires_steps": 2},
     {"prompt": "a cat", "image": "in.png", "strength": 0.6},
     {"prompt": "a dog", "image": "in.png", "strength": 0.7, "image_encoding": "sample"},
@@ -628,7 +629,9 @@ def test_bad_files(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
     ("flags", "said"),
     [
         (["--sampler", "nothing"], "--sampler"),
-        (["--quality", "80"], "--quality"),
+        (["--file-quality", "80"], "--file-quality"),
+        (["--quality", "80"], "--file-quality"),
+        (["--quality", "best"], "--quality"),
         (["--into", "files", "--shard-size", "0"], "--shard-size"),
         (["--actors", "2"], "--actors"),
         (["--share", "4/4"], "--share"),

@@ -34,6 +34,9 @@ from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
 from canvax.params import init_params
 from canvax.pipelines.control import check_control, layer_weights, strengths
+from canvax.pipelines.generate import sampler_table
+from canvax.pipelines.prepare import columns_of
+from canvax.pipelines.request import Call, make_request
 from canvax.scale import named_images
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
@@ -105,6 +108,17 @@ def test_nothing_recompiles(pipe: canvax.Pipeline) -> None:
         assert result.compilations == 0, changes
         assert all(far(result.latents, other) > 1e-4 for other in found), changes
         found.append(result.latents)
+
+
+def test_windows_of_a_fast_run_are_steps(pipe: canvax.Pipeline) -> None:
+    """Rows that are left out count."""
+    options = dataclasses.replace(QUIET, control_end=0.5, quality="fast")
+    call = Call("a cat", control=edges(1), num_inference_steps=20, options=options)
+    request = make_request(pipe.model, call)
+    table = sampler_table(pipe.model, request)
+    (columns,) = columns_of(pipe.model, request, table, ["controlnet"])
+    np.testing.assert_array_equal(columns["control"][:, 0, 0, 0] > 0, table.step < 10)
+    assert len(table) < 20
 
 
 @pytest.mark.parametrize("kind", ["full_adapter", "full_adapter_xl", "light_adapter"])

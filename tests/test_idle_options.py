@@ -23,7 +23,7 @@ VALUES: dict[str, Any] = {
     "guidance_steps": (1.5, 2.0, 3.0, 9.0), "guidance_interval": (0.0, 0.4), "guidance_rescale": 0.7,
     "true_cfg_scale": 4.0,
     "guidance_method": "apg", "guidance_settings": {"eta": 0.5}, "pag_scale": 2.0, "pag_adaptive_scale": 0.01,
-    "reuse": 2, "reuse_layers": 2, "tiling": "on", "clip_skip": 1, "noise": "torch",
+    "quality": "fast", "reuse": 2, "reuse_layers": 2, "tiling": "on", "clip_skip": 1, "noise": "torch",
     "prompt_syntax": "a1111", "strength_rule": "exact", "image_encoding": "sample", "mask_mode": "soft",
     "mask_blur": 6.0, "mask_fill": "noise", "mask_blend": "renoised", "padding_mask_crop": 8, "outpaint": (0, 8, 0, 0),
     "control_scale": 0.5, "control_start": 0.3, "control_end": 0.5, "control_mode": "guess", "variation_seed": 7,

@@ -35,11 +35,17 @@ from canvax.parallel.rules import place_all
 from canvax.params import init_params
 from canvax.pipelines import generate
 from canvax.pipelines.checks import is_tiled
-from canvax.samplers import SLOTS, SamplerTable, build_table
+from canvax.pipelines.hints import hints
+from canvax.pipelines.request import Call, make_request
+from canvax.samplers import SLOTS, SamplerTable, build_table, from_scheduler_config
+from canvax.samplers import run as run_on_host
+from canvax.samplers.forecast import with_forecasts
 from tests.support import small_sdxl
 from tests.support.bundled import LATENTS, TEXT_WIDTH
 
 QUIET = canvax.Options(progress=False)
+DDPM = {"_class_name": "DDPMScheduler", "beta_schedule": "scaled_linear", "clip_sample": False}
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 INTERVAL = dataclasses.replace(QUIET, guidance_interval=(0.2, 0.7), guidance_rescale=0.4)
 
 
@@ -386,3 +392,101 @@ def test_tiles_take_less_memory(emoji: canvax.Pipeline) -> None:
         decoder: Any = emoji.programs.program("decoder", emoji.params or {}, shape, Kinds(decoder=way)).executable
         taken.append(decoder.memory_analysis().temp_size_in_bytes)
     assert taken[1] < 0.5 * taken[0]
+
+
+def test_forecasts_are_what_a_slower_loop_computes() -> None:
+    """A shorter table gives the x of a run of the whole table whose D is extrapolated in the rows that are left out."""
+    generator = np.random.default_rng(0)
+    x, target = generator.standard_normal((2, 4, 16))
+
+    for config, sampler in [*((DDPM, name) for name in ("ddim", "pndm", "dpmpp_2m karras", "unipc", "euler", "deis")),
+                            *((FLOW, name) for name in ("flow_euler", "dpmpp_2m"))]:  # fmt: skip
+        table = build_table(from_scheduler_config(config), 24, sampler=sampler)
+
+        def network(x: np.ndarray, timestep: float, _: int) -> np.ndarray:
+            return np.tanh(x + target * timestep / 300)
+
+        shorter = with_forecasts(table)
+        assert len(shorter) < 18
+        computed = np.flatnonzero(np.isin(table.timestep, shorter.timestep))
+        level, past, state = -np.log(table.sigma), [], np.zeros((SLOTS, *x.shape))
+        state[0] = table.init_scale * x
+        for row in range(len(table)):
+            if row in computed:
+                output = network(table.c_in[row] * state[0], table.timestep[row], row)
+                denoised = table.p[row] * state[0] + table.q[row] * output
+                past = [(level[row], denoised), *past[:1]]
+            else:
+                (last, newer), (before, older) = past
+                denoised = newer + (level[row] - last) / (last - before) * (newer - older)
+            state = np.tensordot(table.M[row], np.stack([*state, denoised, 0 * x]), axes=1)
+        np.testing.assert_allclose(run_on_host(shorter, network, x)[-1], state[0], rtol=1e-9, atol=1e-9)
+
+
+def kept(scheduler: Any, steps: int, changes: Any = (), **settings: Any) -> list[int]:
+    table = build_table(scheduler, steps, **settings)
+    shorter = with_forecasts(table, changes)
+    return np.flatnonzero(np.isin(table.timestep, shorter.timestep)).tolist()
+
+
+def test_rows_that_are_computed() -> None:
+    scheduler = from_scheduler_config(DDPM)
+    assert kept(scheduler, 20, sampler="ddim") == [0, 1, 2, 4, 6, 8, 10, 12, 14, 16, 17, 18, 19]
+    # Guidance that ends changes D at once: the line is through two evaluations after it.
+    interval, after = {"guidance": 5.0, "guidance_interval": (0.0, 0.5)}, [10, 11, 13, 15, 17, 18, 19]
+    assert kept(scheduler, 20, sampler="ddim", **interval) == [0, 1, 2, 4, 6, 8, *after]
+    assert kept(scheduler, 20, (0, 10), sampler="ddim") == [0, 1, 2, 4, 6, 8, *after]
+    # Karras' last steps are long in the log-SNR.
+    assert kept(scheduler, 20, sampler="ddim karras") == [0, 1, 2, 4, 6, 8, *range(10, 20)]
+    assert kept(scheduler, 4, sampler="ddim") == [0, 1, 2, 3]
+    # Noise, two evaluations a step, no free slot.
+    for sampler in ("euler_a", "heun", "pndm_prk"):
+        table = build_table(scheduler, 24, sampler=sampler)
+        assert with_forecasts(table) is table
+
+
+def test_a_fast_image(emoji: canvax.Pipeline) -> None:
+    """Nearly the image, in fewer evaluations of the same programs, with the word in its metadata."""
+    seen: list[canvax.Step] = []
+    draws = {"num_inference_steps": 24, "options": QUIET}
+    full = draw(emoji, **draws)
+    fast = draw(emoji, **draws | {"options": dataclasses.replace(QUIET, quality="fast", callback=seen.append)})
+    assert fast.compilations == 0
+    assert (len(seen), seen[-1].total) == (15, 15)
+    assert 0 < np.abs(full.pixels - fast.pixels).mean() < 0.01
+    fewer = draw(emoji, **draws | {"num_inference_steps": 15})
+    assert np.abs(full.latents - fast.latents).mean() < np.abs(full.latents - fewer.latents).mean() / 2
+    assert fast.metadata[0]["options"] == {"quality": "fast"}
+    np.testing.assert_array_equal(emoji.again(fast.metadata[0]).latents, fast.latents)
+    several = emoji(["a cat", "a dog"], seed=3, num_inference_steps=24, quality="fast", progress=False)
+    np.testing.assert_allclose(several.latents[0], fast.latents[0], atol=1e-4)
+
+
+def test_a_prompt_that_changes_is_not_forecast(emoji: canvax.Pipeline) -> None:
+    """No line leads from one prompt to another: steps 10 and 11 are computed."""
+
+    def steps(prompt: str) -> list[int]:
+        options = canvax.Options(quality="fast", prompt_syntax="a1111")
+        request = make_request(emoji.model, Call(prompt, num_inference_steps=20, options=options))
+        return generate.sampler_table(emoji.model, request).step.tolist()
+
+    assert steps("a cat") == [0, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 18, 19]
+    assert steps("a [cat:dog:9]") == [0, 1, 2, 3, 5, 7, 9, 10, 11, 13, 15, 17, 18, 19]
+    assert steps("a [cat|dog]") == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("changes", "idle"),
+    [({}, False), ({"num_inference_steps": 19}, True), ({"sampler": "Euler a"}, True), ({"sampler": "Heun"}, True)],
+)
+def test_a_fast_image_that_is_none_has_a_hint(emoji: canvax.Pipeline, changes: dict[str, Any], idle: bool) -> None:
+    call = Call("a cat", **{"num_inference_steps": 20} | changes, options=canvax.Options(quality="fast"))
+    found = [hint.argument for hint in hints(emoji.model, make_request(emoji.model, call))]
+    assert ("quality" in found) == idle
+
+
+@pytest.mark.weekly
+def test_a_fast_image_on_two_devices(emoji: canvax.Pipeline) -> None:
+    call = {"seed": 3, "num_inference_steps": 20, "quality": "fast", "progress": False}
+    two = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]), progress=False)(["a cat", "a dog"], **call)
+    np.testing.assert_allclose(two.latents[1], emoji("a dog", **call | {"seed": 4}).latents[0], atol=1e-4)

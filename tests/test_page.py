@@ -1027,10 +1027,11 @@ def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
     page.click("#more summary")
     page.fill("#clip-skip", "2")
     page.select_option("#syntax", "plain")
+    page.select_option("#quality", "fast")
     site.draw("a pear")
-    assert site.bodies[-1]["options"] == {"clip_skip": 2}
+    assert site.bodies[-1]["options"] == {"clip_skip": 2, "quality": "fast"}
     site.key("r", 1)
-    assert (page.input_value("#syntax"), page.input_value("#clip-skip")) == ("a1111", "0")
+    assert [page.input_value(f"#{name}") for name in ("syntax", "clip-skip", "quality")] == ["a1111", "0", "full"]
 
 
 @thorough

@@ -113,6 +113,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt": "a sunflower", "options": {"variation_seed": 5, "variation_strength": 0.3}, "n": 2}, {}),
     ({"prompt": "a key", "options": {"guidance_interval": [0.2, 0.8]}}, {}),
     ({"prompt": "a heart", "options": {"noise": "torch", "sigmas": "exponential"}, "sampler": "DPM++ 2M SDE"}, {}),
+    ({"prompt": "a fish", "options": {"quality": "fast"}, "steps": 20}, {}),
 ]
 
 
@@ -143,7 +144,7 @@ def test_what_is_said_names_the_model_as_requests_do() -> None:
     assert "emoji" not in str(hint)
 
 
-@pytest.mark.parametrize("some", [(3, 4, 7, 8), pytest.param(range(len(CALLS)), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("some", [(3, 4, 7, 8, 12), pytest.param(range(len(CALLS)), marks=pytest.mark.slow)])
 def test_images_are_those_of_the_pipeline_in_any_company_and_nothing_compiles(
     engine: ImageEngine, monkeypatch: pytest.MonkeyPatch, some: Sequence[int]
 ) -> None:

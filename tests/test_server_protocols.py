@@ -63,6 +63,17 @@ def test_openai_stream(site: Web) -> None:
         assert isinstance(event["created_at"], int)
 
 
+@pytest.mark.parametrize("word", ["low", "fast", "high", "auto", "hd", None])
+def test_openai_quality(site: Web, word: str | None) -> None:
+    """Options of the request's own win; a word that no client knows yet is no error."""
+    fast = word in ("low", "fast")
+    answer = site.http.post(GENERATIONS, json={"prompt": "x", "quality": word}).json()
+    assert answer["quality"] == ("low" if fast else "auto")
+    assert site.engine.asks[-1].options == ({"quality": "fast"} if fast else {})
+    site.http.post(GENERATIONS, json={"prompt": "x", "quality": word, "options": {"quality": "full"}})
+    assert site.engine.asks[-1].options == {"quality": "full"}
+
+
 def test_openai_stream_of_a_job_that_was_done_before_anyone_watched(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(ask: JobRequest) -> Job:
         job = StubEngine.submit(site.engine, ask)

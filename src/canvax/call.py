@@ -37,6 +37,7 @@ NoiseKind = Literal["philox", "torch"]
 PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
 StrengthRule = Literal["diffusers", "a1111", "exact"]
 ImageEncoding = Literal["mean", "sample"]
+Quality = Literal["full", "fast"]
 MaskMode = Literal["hard", "soft", "graded"]
 MaskFill = Literal["original", "fill", "noise", "nothing"]
 MaskBlend = Literal["denoised", "renoised"]
@@ -436,6 +437,10 @@ class OptionRecord:
     pag_adaptive_scale: float = setting(
         0.0, "decrease of pag_scale with the timestep", low=0, high=100, cure="0 is usual", group=SAMPLING,
         hint_without=("pag_scale",),
+    )  # fmt: skip
+    quality: Quality = setting(
+        "full", "fast: from 20 steps on, forecast about half of the evaluations from the others, for nearly the same "
+        "image; see docs/less-work.md", group=SAMPLING, metavar="full|fast", per_image=True,
     )  # fmt: skip
     reuse: int = setting(
         1,

@@ -31,6 +31,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from canvax.scale import batch
     from canvax.scale.rows import NAMES
 
+    if arguments.quality and arguments.quality.isdecimal():  # its name before there was a quality of images
+        arguments.file_quality, arguments.quality = int(arguments.quality), None
     defaults = {name: value for name in NAMES if (value := getattr(arguments, name, None)) is not None}
     seed = defaults.pop("seed")
     _check(arguments)
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             shown = None if arguments.quiet else complain
             with stoppable():
                 for tally in batch.run(plan, todo, output, generate, image_format=arguments.format,
-                                 quality=arguments.quality, progress=shown):  # fmt: skip
+                                 quality=arguments.file_quality, progress=shown):  # fmt: skip
                     report |= asdict(tally)
         output.close(done=True)
     finally:
@@ -72,14 +74,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("seed", "is not a whole number in 0..2**64-1", value=arguments.seed)
     if arguments.shard_size is not None and arguments.into == "files":
         raise needs("shard_size", "into=tar", "into=parquet")
-    if arguments.quality is not None and not 1 <= arguments.quality <= 100:
-        raise InputError("quality", "is not in 1..100", value=arguments.quality)
-    if arguments.quality is not None and arguments.format == "png":
+    if arguments.file_quality is not None and not 1 <= arguments.file_quality <= 100:
+        raise InputError("file_quality", "is not in 1..100", value=arguments.file_quality)
+    if arguments.file_quality is not None and arguments.format == "png":
         raise InputError(
-            "quality",
+            "file_quality",
             "has no effect on PNG, which loses nothing",
             cure="leave it out, or write {format=webp}",
-            value=arguments.quality,
+            value=arguments.file_quality,
         )
     if arguments.actors is not None and arguments.ray is None:
         raise needs("actors", "ray")
@@ -141,7 +143,8 @@ def _output(arguments: argparse.Namespace, plan: Plan, load: Load, *, spread: bo
     index, processes = (jax.process_index(), jax.process_count()) if spread else (0, 1)
     decisive = load.keywords([name for name in declared(Load) if name not in IN_PASSING])
     decisive |= {name: list(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
-    decisive |= {name: getattr(arguments, name) for name in ("ip_encoder", "format", "quality", "batch_size", "seed")}
+    decisive |= {name: getattr(arguments, name) for name in ("ip_encoder", "format", "batch_size", "seed")}
+    decisive |= {"quality": arguments.file_quality}
     decisive |= {name: files for name in ("lora", "embedding") if (files := getattr(arguments, name))}
     return Output(
         arguments.output,
@@ -201,7 +204,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, load: Load, most: int) ->
         raise conflict("mesh", "ray", why="each model has all devices that Ray gives it")
     own = ("model", "mesh", "progress", "safety_checker")
     keywords = load.keywords([name for name in declared(Load) if name not in own])
-    settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
+    settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.file_quality}
     settings |= {"model": load.model, "image_format": arguments.format, "load": keywords}
     settings |= {"ip_adapter": list(arguments.ip_adapter or ()), "ip_encoder": arguments.ip_encoder}
     return on_ray(plan, settings, address=arguments.ray, actors=arguments.actors)

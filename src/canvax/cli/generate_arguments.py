@@ -89,7 +89,10 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--shard-size", type=int, metavar="N", help="images of a shard (1000)")
     group.add_argument("--format", choices=["png", "webp", "jpg"], default="png", help="format of images (png)")
-    group.add_argument("--quality", type=int, metavar="N", help="1..100, of jpg (95) and webp (lossless)")
+    group.add_argument(
+        "--file-quality", type=int, metavar="N",
+        help="1..100, of jpg (95) and webp (lossless); --quality with a number is the same",
+    )  # fmt: skip
     group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")
     group.add_argument("--retry-errors", action="store_true", help="generate rows again that failed in an earlier run")
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")

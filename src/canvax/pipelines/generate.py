@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +46,9 @@ from canvax.pipelines.request import InitImages, Request, check_composed
 from canvax.pipelines.result import Clock, Display, Result
 from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
+from canvax.samplers.forecast import FEWEST_STEPS, with_forecasts
 from canvax.samplers.strength import steps_of_strength
+from canvax.settings import listed
 from canvax.types import HostArray
 
 
@@ -152,7 +155,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     if schedule.size_shift and not isinstance(request.sampler, SamplerTable):
         tokens = model.networks.tokens([(request.height, request.width)])
         settings = {"mu": mu(tokens, steps) if mu else schedule.mu_of(tokens), **settings}
-    return build_table(
+    table = build_table(
         model.scheduler,
         steps,
         sampler=request.sampler,
@@ -168,6 +171,16 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         unguided_noise=options.unguided_noise,
         settings=settings,
     )
+    # A network of mean velocities reads how long each step is.
+    few = steps < FEWEST_STEPS or model.networks.denoiser.facts.flow_map
+    if options.quality == "full" or few:
+        return table
+    changes, first = [skip + stage.step for stage in request.texts.stages], int(table.step[0])
+    if request.control is not None:
+        rows = int(table.step[-1]) + 1 - first
+        changes += [first + math.ceil(round(start * rows, 6)) for start in listed(options.control_start)]
+        changes += [first + math.floor(round(end * rows, 6)) for end in listed(options.control_end)]
+    return with_forecasts(table, changes)
 
 
 def denoise(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from canvax.pipelines.generate import larger_side, sampler_table, work
 from canvax.pipelines.request import InitImages, Request, usual_guidance
 from canvax.prompts import words_of
 from canvax.samplers import find, spec_of
+from canvax.samplers.forecast import FEWEST_STEPS
 from canvax.samplers.solvers import euler
 from canvax.samplers.table import NOISE, SamplerTable
 
@@ -117,6 +119,10 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning(
             "reuse", "has no effect in so few steps: the first two compute everything", value=options.reuse
         )
+    full = replace(request, options=replace(options, quality="full"))
+    if options.quality == "fast" and len(sampler_table(model, request)) == len(sampler_table(model, full)):
+        problem = f"has no effect: it needs {FEWEST_STEPS} steps, with one evaluation and no noise each, of one prompt"
+        yield HintWarning("quality", problem, cure="try {sampler='dpmpp_2m'}", value="fast")
     yield from idle(model, request)
     if request.embeds[0] is not None and request.embeds[1] is None and request.guided:
         for name in sorted(options.changed().keys() & {"prompt_syntax", "clip_skip"}):

@@ -22,6 +22,7 @@ from canvax.call import (
     MaskMode,
     NoiseKind,
     PromptSyntax,
+    Quality,
     Spacing,
     StrengthRule,
     Tiling,
@@ -54,14 +55,17 @@ class OptionFields(TypedDict, total=False):
     """For FLUX.1 dev and other models that read the guidance scale: a scale away from the negative prompt, at twice
     the work."""
     guidance_method: GuidanceFunction | GuidanceMethod | None
-    """Kind of guidance: cfg, cfg_pp (its scale is 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a rule; see
-    docs/guidance.md."""
+    """Kind of guidance: cfg, cfg_pp (its scale is 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a rule;
+    see docs/guidance.md."""
     guidance_settings: Mapping[str, Any] | Sequence[str]
     """A number of the kind of guidance, such as norm=2.5."""
     pag_scale: float
     """Perturbed-attention guidance of Ahn et al. 2024, 3 is usual; one more evaluation for each step."""
     pag_adaptive_scale: float
     """Decrease of pag_scale with the timestep."""
+    quality: Quality
+    """Fast: from 20 steps on, forecast about half of the evaluations from the others, for nearly the same image; see
+    docs/less-work.md."""
     reuse: int
     """Compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others (DeepCache,
     TaylorSeer); one more program."""

@@ -116,7 +116,7 @@ def prepare(
         images=images,
         known=known,
         later=later,
-        columns=columns_of(model, request, len(table), [name for name, _ in model.networks.controls if name in ready]),
+        columns=columns_of(model, request, table, [name for name, _ in model.networks.controls if name in ready]),
         slots=flight_of(ready).state.shape[1],
     )
     return Prepared(state, keep)
@@ -140,16 +140,21 @@ def _zeros(shape: Any) -> HostArray:
     return np.zeros(shape.shape, shape.dtype)
 
 
-def columns_of(model: Model, request: Request, rows: int, controls: Sequence[str]) -> list[dict[str, HostArray]]:
-    """Return the columns [rows, ...] that the denoiser and its guidance read in addition to each image's table.
+def columns_of(
+    model: Model, request: Request, table: SamplerTable, controls: Sequence[str]
+) -> list[dict[str, HostArray]]:
+    """Return the columns [R, ...] that the denoiser and its guidance read in addition to each image's table.
 
     ``controls`` are the networks of control images in its programs."""
     options = request.options
     shared: dict[str, HostArray] = {}
     if request.control is not None:
-        shared["control"] = strengths(model, request.control, options, rows, controls)
+        steps = table.step - table.step[0]
+        rows = max(len(table), int(steps[-1]) + 1)  # fewer are left of a table with forecasts
+        column = strengths(model, request.control, options, rows, controls)
+        shared["control"] = column if rows == len(table) else column[steps]
     numbers = [{**options.guidance_numbers, "weights": weights} for weights in request.texts.weights]
-    return [{**shared, **filled_columns(request.rule, values, rows)} for values in numbers]
+    return [{**shared, **filled_columns(request.rule, values, len(table))} for values in numbers]
 
 
 def noise_of(model: Model, request: Request) -> HostArray:

@@ -1,8 +1,9 @@
 """OpenAI's Images API, for openai-python, litellm, LangChain, n8n, Open WebUI and the AI SDK.
 
-These fields have no effect here: ``quality`` and ``style`` (send ``steps``), ``moderation``, ``user``,
-``safety_identifier`` and ``input_fidelity``. canvax adds seed, negative_prompt, steps, guidance_scale, sampler,
-strength, options. An unknown model is the default one, since many clients only know the names of OpenAI's.
+These fields have no effect here: ``style``, ``moderation``, ``user``, ``safety_identifier`` and ``input_fidelity``.
+``quality`` low is canvax's fast; all other words are the full quality, which answers call auto. canvax adds seed,
+negative_prompt, steps, guidance_scale, sampler, strength, options. An unknown model is the default one, since many
+clients only know the names of OpenAI's.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Generation(Struct):
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
     background: Literal["auto", "opaque", "transparent"] | None = None
+    quality: Annotated[str, Meta(max_length=20)] | None = None
     stream: bool | None = None
     partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
     # canvax's own, and the names that others have for them
@@ -203,7 +205,7 @@ def _ask(
         references=tuple(images[1:]),
         mask=mask,
         strength=body.strength,
-        options=body.options or {},
+        options=({"quality": "fast"} if body.quality in ("low", "fast") else {}) | (body.options or {}),
         adapters=body.adapters or {},
         format=kind,
         # 100 is the least compression, which others call the best quality
@@ -314,7 +316,8 @@ def _image(job: Job, picture: Picture, *, as_url: bool) -> dict[str, Any]:
 
 def _shared(job: Job, picture: Picture) -> dict[str, Any]:
     size = f"{picture.width}x{picture.height}"
-    return {"background": "opaque", "output_format": job.request.format, "quality": "auto", "size": size}
+    quality = "low" if job.request.options.get("quality") == "fast" else "auto"
+    return {"background": "opaque", "output_format": job.request.format, "quality": quality, "size": size}
 
 
 async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:

@@ -411,6 +411,7 @@ function optionsNow() {
   if ($("syntax").value !== "plain" && card?.prompt_weights) options.prompt_syntax = $("syntax").value;
   if (Number($("clip-skip").value) && card?.clip_skip) options.clip_skip = Number($("clip-skip").value);
   if ($("sigmas").value) options.sigmas = $("sigmas").value;
+  if ($("quality").value !== "full") options.quality = $("quality").value;
   if ($("hires").value > 1 && !input) {
     Object.assign(options, { hires: Number($("hires").value), hires_strength: Number($("hires-strength").value) });
     if ($("hires-method").value !== "pixel") options.hires_method = $("hires-method").value;
@@ -419,8 +420,8 @@ function optionsNow() {
   return options;
 }
 
-function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hires = 1, hires_method: method = "pixel", hires_strength: strength, hires_steps: steps = "", ...rest }) {
-  for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, "hires-method": method, "hires-strength": strength ?? hiresStrength(method), "hires-steps": steps })) $(id).value = value;
+function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, quality = "full", hires = 1, hires_method: method = "pixel", hires_strength: strength, hires_steps: steps = "", ...rest }) {
+  for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, quality, "hires-method": method, "hires-strength": strength ?? hiresStrength(method), "hires-steps": steps })) $(id).value = value;
   choose("hires-strength", undefined, strength);
   showHires(hires);
   $("sigmas").value = rest.sigmas ?? "";
