@@ -55,8 +55,8 @@ class OptionFields(TypedDict, total=False):
     """For FLUX.1 dev and other models that read the guidance scale: a scale away from the negative prompt, at twice
     the work."""
     guidance_method: GuidanceFunction | GuidanceMethod | None
-    """Kind of guidance: cfg, cfg_pp (its scale is 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a rule;
-    see docs/guidance.md."""
+    """Kind of guidance: cfg, cfg_pp (its scale is 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a
+    rule; see docs/guidance.md."""
     guidance_settings: Mapping[str, Any] | Sequence[str]
     """A number of the kind of guidance, such as norm=2.5."""
     pag_scale: float
