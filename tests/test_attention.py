@@ -206,6 +206,7 @@ def test_a_compiled_function_notices_another_form(emoji: canvax.Pipeline) -> Non
     latents, text = jnp.ones((1, 8, 8, 32)), emoji.encode("a cat")
     run = jax.jit(lambda params: emoji.denoiser(latents, 500.0, text, params=params))
     plain = run(emoji.params)
+
     class Nothing:
         __hash__: Any = None
 
