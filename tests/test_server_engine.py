@@ -112,6 +112,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt": "a [cat:dog:0.5] face", "options": {"prompt_syntax": "a1111"}, "steps": 10}, {}),
     ({"prompt": "a sunflower", "options": {"variation_seed": 5, "variation_strength": 0.3}, "n": 2}, {}),
     ({"prompt": "a key", "options": {"guidance_interval": [0.2, 0.8]}}, {}),
+    ({"prompt": "a hen", "options": {"guidance_method": "cfg_pp"}, "sampler": "DDIM"}, {}),
     ({"prompt": "a heart", "options": {"noise": "torch", "sigmas": "exponential"}, "sampler": "DPM++ 2M SDE"}, {}),
     ({"prompt": "a fish", "options": {"quality": "fast"}, "steps": 20}, {}),
 ]
