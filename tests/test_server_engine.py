@@ -32,10 +32,10 @@ from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import Stage, byte_size, check, sample
+from tests.support.drawing import small_emoji
 from tests.support.serving import until
 
-ONE = canvax.make_mesh(jax.devices()[:1])
-PIPE = canvax.load("emoji", progress=False, mesh=ONE)
+PIPE = small_emoji()
 QUIET = canvax.Options(progress=False)
 
 
@@ -762,7 +762,7 @@ def test_two_models_share_little_memory(tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_weights_that_wait_in_the_hosts_memory() -> None:
     """The denoiser stays on the devices; of the others, one at a time counts. A model that is taken off comes back."""
-    waiting = canvax.load("emoji", progress=False, mesh=ONE, offload=True)
+    waiting = canvax.load("emoji", progress=False, mesh=PIPE.mesh, offload=True)
     served = models.ServedModel("emoji", lambda name: waiting)
     params = served.loaded_params()
     assert {name for name in params if waits(params[name])} == {"text_encoder", "vae"}
