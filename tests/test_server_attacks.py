@@ -165,11 +165,8 @@ def test_a_hundred_thousand_fields(site: Web) -> None:
     assert time.process_time() - began < 3
 
 
-CODE_OPTIONS = [
-    {"callback": "print"}, {"__class__": "x"}, {"progress": True}, {"sampler_settings": {"__class__": 1}},
-    {"timesteps": list(range(10_000))}, {"sigmas": "__import__('os')"}, {"noise": "/etc/passwd"},
-    {"variation_strength": float("inf")}, {"seed_size": [10**9, 10**9]}, {"callback\0": 1}, {"\ud800": 1},
-]  # fmt: skip
+CODE_OPTIONS: list[dict[str, Any]] = [{"__class__": "x"}, {"timesteps": list(range(10_000))}, {"\ud800": 1}]
+"""``golden/errors.txt`` has others."""
 
 
 @pytest.fixture(scope="module")

@@ -490,27 +490,11 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
     [
         ({"model": "sdxl"}, 404, "model_not_found", "model"),
         ({"width": 128}, 400, "size_not_ready", "width"),
-        ({"width": 65}, 400, "invalid_value", "width"),
-        ({"steps": 100_000}, 400, "invalid_value", "steps"),
-        ({"sampler": "Eular"}, 400, "invalid_value", "sampler"),
-        ({"sampler": "ddim_inverse"}, 400, "invalid_value", "sampler"),
-        ({"guidance_scale": float("nan")}, 400, "invalid_value", "guidance_scale"),
-        ({"strength": 0.5}, 400, "invalid_value", "strength"),
-        ({"options": {"callback": "os.system"}}, 400, "invalid_value", "options"),
+        ({"steps": 100_000}, 400, "invalid_value", "steps"),  # golden/errors.txt has others
         ({"options": {"hires": 2.0}}, 400, "size_not_ready", "options"),
-        ({"width": 4096, "options": {"hires": 8.0}}, 400, "invalid_value", "options"),
-        ({"options": {"hires": 2.0}, "image": APPLE, "strength": 0.5}, 400, "invalid_value", "options"),
-        ({"options": {"sampler_settings": {"eta": 1}}}, 400, "invalid_value", "options"),
-        ({"options": {"guidance_steps": [1e30]}}, 400, "invalid_value", "options"),
         ({"options": {"guidance_method": "apg"}}, 400, "not_compiled", "options"),
         ({"prompt": "apple " * 100, "options": {"prompt_syntax": "a1111"}}, 400, "prompt_too_long", "prompt"),
         ({"prompt": "a cat AND a dog", "options": {"prompt_syntax": "a1111"}}, 400, "not_compiled", "prompt"),
-        ({"upscale": 2.0}, 400, "invalid_value", "upscale"),
-        ({"upscale": 2.0, "image": APPLE, "width": 64}, 400, "invalid_value", "width"),
-        ({"upscale": 2.0, "image": APPLE, "mask": APPLE}, 400, "invalid_value", "mask"),
-        ({"upscale": 2.0, "image": APPLE, "n": 2}, 400, "invalid_value", "n"),
-        ({"upscale": 16.0, "image": APPLE}, 400, "invalid_value", "upscale"),
-        ({"upscale": 2.0, "image": APPLE, "options": {"outpaint": 8}}, 400, "invalid_value", "options"),
     ],
 )
 def test_what_cannot_be_done_is_said_at_once(
