@@ -72,12 +72,14 @@ def said(source: str, pipe: canvax.Pipeline) -> str:
         "IMAGE": Image.new("RGB", (64, 64)), "LATENTS": np.zeros((1, 8, 8, 32), np.float32),
         "job": lambda prompt, **given: check(JobRequest(prompt, **given), "emoji", pipe.model),
     }  # fmt: skip
-    with pytest.raises((canvax.CanvaxError, Rejected, AttributeError, TypeError)) as caught:
+    try:
         eval(source, names)
-    if isinstance(refused := caught.value, Rejected):
+    except Rejected as refused:
         return f"{refused.status} {refused.code}({refused.param}): {refused}"
-    argument = getattr(caught.value, "argument", "")
-    return f"{caught.type.__name__}{argument and f'({argument})'}: {caught.value}"
+    except (canvax.CanvaxError, AttributeError, TypeError) as error:
+        argument = getattr(error, "argument", "")
+        return f"{type(error).__name__}{argument and f'({argument})'}: {error}"
+    raise AssertionError(f"{source} is taken")
 
 
 @pytest.mark.filterwarnings("ignore:arguments after:DeprecationWarning")
