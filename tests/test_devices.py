@@ -250,6 +250,8 @@ def test_mesh() -> None:
     assert mesh_of(None).shape == {"data": 8, "model": 1}
     assert mesh_of("model=4").shape == {"data": 2, "model": 4}
     assert mesh_of("data=2").devices.tolist() == [[jax.devices()[0]], [jax.devices()[1]]]
+    with refused("devices"):
+        make_mesh(jax.devices()[:1] * 2)
     with pytest.raises(canvax.InputError, match="'batch'"):
         check_mesh(Mesh(np.asarray(jax.devices()), ("batch",)))
 
