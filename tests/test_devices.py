@@ -32,6 +32,7 @@ from canvax.parallel.place import local_rows, map_parts
 from canvax.parallel.rules import abstract_params, check_split, device_bytes, place, placement
 from canvax.params import Axis, Param, count, flatten
 from tests.support.bundled import LATENTS
+from tests.support.refusals import refused
 from tests.support.small_checkpoint import TEXT, VAE, write_small_checkpoint
 
 QUIET = canvax.Options(progress=False)
