@@ -621,7 +621,7 @@ def test_flipped_pictures_keep_their_control_image_and_use_every_caption(
     monkeypatch.setattr(diffusion, "encode_text", lambda p, inputs, **_: {"text": inputs["text_encoder"]["ids"]})
     monkeypatch.setattr(diffusion, "unet", unet)
     monkeypatch.setattr(ControlNet, "encode", lambda self, p, images: (images,))
-    monkeypatch.setattr(ControlNet, "prepare", lambda self, p, conditions: {})
+    monkeypatch.setattr(ControlNet, "prepare", lambda self, p, conditions, latents: {})
     monkeypatch.setattr(ControlNet, "residuals", lambda self, p, x, times, prepared, features, scales: features[0])
     plan = replace(PLAN, steps=8, chunk=8, batch=8)
     run = training(model, pairs, tmp_path / "run", plan=plan, flip=True, empty=0.0)

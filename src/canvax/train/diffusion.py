@@ -38,6 +38,9 @@ CONTROL = "controlnet"
 Assemble = Callable[[Params, Params], Params]
 """``(trained parameters, frozen parameters) -> parameters of each component``."""
 
+GUIDANCE = 1.0
+"""Guidance scale that a distilled transformer reads in training, as in kohya's scripts and ai-toolkit."""
+
 EMPTY = 0.1
 """Fraction of samples whose caption is dropped, which guidance needs (Ho & Salimans 2022)."""
 
@@ -330,6 +333,8 @@ def _evaluated(
     p: Params, noisy: Array, timestep: Array, encoded: Conditions, network: Denoiser, *, remat: bool
 ) -> Array:
     """Return the output of a denoiser for latents [B, h, w, C], as the loop of a pipeline evaluates it."""
+    if network.facts.embeds_guidance:
+        encoded = {**encoded, "guidance": jnp.full(len(noisy), GUIDANCE, jnp.float32)}
     with recomputed(remat):
         return evaluate(network, p[network.component], noisy, timestep, encoded)
 

@@ -443,13 +443,11 @@ def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
         problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
         raise InputError("model", problem, cure="train a LoRA", value=training.model)
-    if model.networks.denoiser.component == "unet" and model.unet.in_channels != model.vae.latent_channels:
-        raise InputError(
-            "model",
-            f"has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained yet",
-            cure=f"take one of {model.vae.latent_channels}",
-        )
-    if model.networks.embeds_guidance:
+    unet = model.networks.unet
+    if model.networks.inpaints or (unet and unet.in_channels != model.vae.latent_channels):
+        problem = "reads more than the noisy image (an inpainting model), which cannot be trained yet"
+        raise InputError("model", problem, cure="take a model without a mask", value=training.model)
+    if unet and model.networks.embeds_guidance:
         raise InputError("model", "was distilled to take its guidance scale as an input, which cannot be trained yet")
     aim.check(model, training)
     for text in training.prompts:
