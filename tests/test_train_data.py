@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ import pytest
 from PIL import Image
 
 import canvax
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, HintWarning, InputError
 from canvax.models.clip import clip_encoders
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers.schedule import NoiseSchedule, make_betas
@@ -208,7 +209,9 @@ def test_repeats_and_captions_of_folders(tmp_path: Path, monkeypatch: pytest.Mon
     write_shapes(tmp_path / "p" / "3_ink cat", a=(64, 64), b=(64, 64))
     write_shapes(tmp_path / "p" / "1_ink", c=(64, 64))
     (tmp_path / "p" / "3_ink cat" / "a.txt").unlink()
-    train_lora(training(model, tmp_path / "p", tmp_path / "run"), Lora(rank=2), one(), say=words.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HintWarning)
+        train_lora(training(model, tmp_path / "p", tmp_path / "run"), Lora(rank=2), one(), say=words.append)
     assert got["samples"] == len(got["data"]) == 7
     rows = [got["data"].chosen(step)[1] for step in range(7)]  # two epochs of batches of two
     assert Counter(np.concatenate(rows).tolist()) == {0: 2, 1: 6, 2: 6}  # in the order of names

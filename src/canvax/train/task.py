@@ -62,7 +62,7 @@ from canvax.train.kept import Store, fingerprint, name_of
 from canvax.train.log import VALIDATION, TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, SPLITS, PictureFolder, Size, check_apart, open_pictures, read_pictures
+from canvax.train.pictures import MASK, SPLITS, PictureFolder, Size, check_apart, open_pictures
 from canvax.train.settings import PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
 from canvax.train.validation import Validation
@@ -530,7 +530,7 @@ def check_pictures(training: Training, subject: Subject) -> None:
     column, control = training.caption_column, subject.control_column
     options = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK
-    read_pictures(training.pictures, 8, caption_column=column, masked=masked, **options)
+    open_pictures(training.pictures, caption_column=column, masked=masked, **options).read(8)
     if training.regularisation is not None:
         _read(training.regularisation, training, (), None, "regularisation")
 
