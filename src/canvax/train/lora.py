@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from canvax.train.state import in_dtype
 from canvax.train.task import FILE_CAPTIONS, PLAN, InitialState, Subject, Training, recorded, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
-from canvax.weights.lora import RECORD
 
 LORA_PLAN = replace(PLAN, **TASKS["lora"].plan)
 """Learning rate 1e-4, as in diffusers' scripts."""
@@ -48,6 +46,9 @@ class Lora(LoraRecord):
         title: title in the file's metadata; by default the name of the run's folder.
         start: a LoRA of the same rank and layers to begin with: a file, a folder or a Hub id.
         save_dtype: dtype of the file.
+        dora: train the norm of the weights of each output, too (DoRA; Liu et al. 2024).
+        conv_rank: rank of convolutions larger than 1 x 1 (LoCon). The alpha of each layer is in proportion to its rank.
+        ranks: parts of layers' names with their ranks: ``{"mid_block": 8}``. The last one that fits a layer counts.
     """
 
     name = "LoRA"
@@ -67,7 +68,14 @@ class Lora(LoraRecord):
     def facts(self) -> dict[str, Any]:
         """The settings that determine the factors."""
         start = {} if self.start is None else {"start": str(self.start)}
-        return {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text, **start}
+        facts = {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text, **start}
+        return {**facts, "dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks)}
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The kind and the ranks of the factors, where they are not the default."""
+        values = {"dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks)}
+        return {name: value for name, value in values.items() if value}
 
     @property
     def rates(self) -> dict[str, float]:
@@ -89,6 +97,9 @@ class Lora(LoraRecord):
             if self.names != "peft":
                 cure = "give {names='peft'}"
                 raise InputError("names", f"is not there for {model.family.name} models", cure=cure, value=self.names)
+        chosen = self._targets(model)
+        if self.dora:
+            low_rank.check_single("dora", chosen)
         if self.start is not None:
             self._factors(model, training)
 
@@ -103,6 +114,8 @@ class Lora(LoraRecord):
         texts = () if model.networks.unet is None else model.text.names  # a transformer's are encoded before
         frozen = in_dtype(params, [denoiser, *texts], dtype)
         chosen = self._targets(model)
+        if self.dora:
+            factors = low_rank.with_magnitudes(factors, frozen, chosen, scale=self.scale)
 
         def assemble(trained: Params, frozen: Params) -> Params:
             return low_rank.with_factors(trained, frozen, chosen, scale=self.scale)
@@ -125,14 +138,14 @@ class Lora(LoraRecord):
             "modelspec.trigger_phrase": self.trigger,
             "ss_sd_model_name": written({"model": model.name})["model"],
             "ss_output_name": title,
-            RECORD: json.dumps(training.record(model), sort_keys=True),
-            **recorded(training),
+            **recorded(training, {**training.record(model), **self.changed}),
         }
         low_rank.write_factors(
             target,
             trained,
             self._targets(model),
             alpha=self.rank if self.alpha is None else self.alpha,
+            rank=self.rank,
             names=self.names,
             dtype=parse_dtype(self.save_dtype),
             metadata={key: value for key, value in metadata.items() if value},
@@ -146,13 +159,15 @@ class Lora(LoraRecord):
             return low_rank.new_factors(chosen, self.rank, training.plan.seed)
         denoiser = model.networks.denoiser
         specs = {denoiser.component: denoiser.spec, **model.text.specs}
-        return low_rank.read_factors(self.start, specs, chosen, self.rank, scale=self.scale)
+        return low_rank.read_factors(self.start, specs, chosen, self.rank, scale=self.scale, dora=self.dora)
 
     def _targets(self, model: Model) -> low_rank.Targets:
         networks = model.networks
         specs: dict[str, Spec] = {networks.denoiser.component: networks.denoiser.spec}
         specs |= model.text.specs if self.text else {}
-        return low_rank.targets(specs, self.layers, model.family.stacks)
+        chosen = low_rank.targets(specs, self.layers, model.family.stacks)
+        ranks = {name: int(rank) for name, _, rank in (text.rpartition("=") for text in self.ranks)}
+        return low_rank.with_ranks(chosen, ranks, self.conv_rank)
 
 
 def train_lora(

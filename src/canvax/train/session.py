@@ -33,7 +33,7 @@ from canvax.parallel.mesh import make_mesh, replicated
 from canvax.params import Params
 from canvax.settings import declared
 from canvax.train.log import Lines, Log, Progress, read_log
-from canvax.train.settings import PlanRecord, TrainingRecord
+from canvax.train.settings import LoraRecord, PlanRecord, TrainingRecord
 from canvax.train.state import TrainState, apart, check_arrays, load_state, on_host, read_facts, save_state
 from canvax.train.step import averaged
 from canvax.types import Array, HostArray
@@ -574,7 +574,11 @@ def differences(path: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return which facts differ from those of a state file, and how."""
     # Compares values as JSON stores them; fields missing in files of earlier versions had these defaults.
     now = json.loads(json.dumps(dict(facts)))
-    usual = {name: field.default for part in (PlanRecord, TrainingRecord) for name, field in declared(part).items()}
+    usual = {
+        name: field.default
+        for part in (PlanRecord, TrainingRecord, LoraRecord)
+        for name, field in declared(part).items()
+    }
     old = usual | {"rates": {}, "times": "uniform"} | read_facts(path)
     for name in ("pictures", "prior"):
         if len(str(old.get(name))) == 16 and name in now:  # a hash of pixels, by earlier versions

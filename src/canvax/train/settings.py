@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from canvax.call import MAX_SIDE, MOST_IMAGES, MOST_VECTORS, Quantize
+from canvax.call import MAX_SIDE, MOST_IMAGES, MOST_VECTORS, Quantize, read_pairs
+from canvax.errors import InputError
 from canvax.settings import EntryPoint, setting
 
 LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_type", "scheduler")
@@ -174,6 +175,20 @@ class TrainingRecord:
     )  # fmt: skip
 
 
+MOST_RANK = 1024
+
+
+def read_ranks(name: str, value: Any) -> tuple[str, ...]:
+    """Read ranks by parts of layers' names, as ``part=rank`` texts."""
+    pairs = read_pairs(name, value)
+    for pair in pairs:
+        part, _, rank = pair.rpartition("=")
+        if not part.strip(".") or not rank.isdecimal() or not 1 <= int(rank) <= MOST_RANK:
+            problem = f"has no part of a layer's name with a rank of 1..{MOST_RANK}"
+            raise InputError(name, problem, cure="for example mid_block=8", value=pair)
+    return pairs
+
+
 _TEXT: dict[str, Any] = {
     "default": False, "help": "train text encoders too", "flags": ("--text-encoder", "--train-text-encoder"),
 }  # fmt: skip
@@ -198,7 +213,7 @@ class WholeRecord:
 class LoraRecord:
     """The fields of ``canvax.train.lora.Lora``."""
 
-    rank: int = setting(4, "rank of the factors", low=1, high=1024, metavar="N", flags=("--rank", "--network-dim"))
+    rank: int = setting(4, "rank of the factors", low=1, high=MOST_RANK, metavar="N", flags=("--rank", "--network-dim"))
     alpha: float | None = setting(
         None, "factor of the change, divided by the rank", low=0, high=10**6, above=True, cure="the rank is usual",
         unset="the rank", flags=("--alpha", "--network-alpha"),
@@ -216,6 +231,17 @@ class LoraRecord:
         flags=("--from", "--network-weights"),
     )  # fmt: skip
     save_dtype: Any = setting(**_SAVE_DTYPE)
+    dora: bool = setting(
+        False, "also train the norm of the weights of each output (DoRA)", flags=("--dora", "--use-dora")
+    )
+    conv_rank: int | None = setting(
+        None, "rank of 3 x 3 convolutions (LoCon)", low=1, high=MOST_RANK, unset="that of the others", metavar="N",
+        error_without="layers='all'", flags=("--conv-rank", "--conv-dim"),
+    )  # fmt: skip
+    ranks: Mapping[str, int] | Sequence[str] = setting(
+        (), "another rank for the layers with this part in their name, such as mid_block=8", repeats=True,
+        metavar="PART=RANK", read=read_ranks,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ from canvax.train.settings import PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
+from canvax.weights.lora import RECORD
 from canvax.weights.overrides import Overrides
 
 Captions = Sequence[Sequence[str]]
@@ -376,7 +377,7 @@ def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     return {**same, "model": str(training.model), **aim.facts}
 
 
-def recorded(training: Training) -> dict[str, str]:
+def recorded(training: Training, more: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of a run for the metadata of its result: the plan, and what differs from the defaults."""
     values = {name: getattr(training.plan, name) for name in declared(PlanRecord)}
     for name, field in declared(TrainingRecord).items():
@@ -385,7 +386,7 @@ def recorded(training: Training) -> dict[str, str]:
             value != field.default
         ):
             values[name] = Path(value).name if name == "regularisation" else value
-    return {"canvax.training": json.dumps(values, default=str, sort_keys=True)}
+    return {RECORD: json.dumps({**values, **more}, default=str, sort_keys=True)}
 
 
 def _schedule(model: Model, size: int, times: str) -> NoiseSchedule:
