@@ -137,14 +137,13 @@ def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
 
 
 def product(factors: Params) -> Array:
-    """Return the change of the weight: ``down @ up``, or of a LoKr the Kronecker product of ``w1`` and that or ``w2``."""
+    """Return the change of a weight: ``down @ up``; of a LoKr the Kronecker product of ``w1`` and that, or ``w2``."""
     second = factors["w2"] if "w2" in factors else jnp.einsum("...ir,ro->...io", factors["down"], factors["up"])
     if "w1" not in factors:
         return second
     whole = jnp.einsum("ab,...io->...aibo", factors["w1"], second)
-    return whole.reshape(
-        *second.shape[:-2], *(n * m for n, m in zip(factors["w1"].shape, second.shape[-2:], strict=True))
-    )
+    *kernel, a, i, b, o = whole.shape
+    return whole.reshape(*kernel, a * i, b * o)
 
 
 def without_shares(p: Params) -> tuple[Params, Array | None]:

@@ -269,7 +269,7 @@ def check_factors(saved: Mapping[str, Any], modules: Mapping[tuple[str, str], An
     assert len(saved) == sum(p.requires_grad for layer in modules.values() for p in layer.parameters())
     for (component, module), layer in modules.items():
         for magnitudes in layer.lora_magnitude_vector.values():
-            got = saved[f"{component}.{module}.lora_magnitude_vector{'' if component == 'unet' else '.weight'}"]
+            got = saved[f"{component}.{module}.lora_magnitude_vector{'.weight' * component.startswith('text')}"]
             assert got.shape == magnitudes.weight.shape
             assert (got - magnitudes.weight).abs().max() < 1e-3
         for half in "AB":

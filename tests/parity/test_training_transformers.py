@@ -134,7 +134,7 @@ def test_lora(
 ) -> None:
     """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
     folder, (_, kind, velocity) = checkpoints[family], FAMILIES[family]
-    lora = Lora(rank=3, alpha=6.0, layers=layers)
+    lora = Lora(rank=3, alpha=6.0, layers=layers, dora=family == "z-image")
     of_class = Subject(prior=pictures, prior_caption="a fruit", prior_weight=0.5) if prior else Subject()
     file = train_lora(training(folder, tmp_path / "run", pictures, remat=remat), lora, one_device(), subject=of_class)
     assert file is not None

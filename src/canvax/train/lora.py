@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from canvax.errors import InputError
+from canvax.errors import InputError, conflict
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.models.denoiser import UNetDenoiser
@@ -48,6 +48,7 @@ class Lora(LoraRecord):
         save_dtype: dtype of the file.
         dora: train the norm of the weights of each output, too (DoRA; Liu et al. 2024).
         conv_rank: rank of convolutions larger than 1 x 1 (LoCon). The alpha of each layer is in proportion to its rank.
+        lokr: train a LoKr (LyCORIS) with a first factor of at most ``lokr`` x ``lokr``, in files of kohya's names.
         ranks: parts of layers' names with their ranks: ``{"mid_block": 8}``. The last one that fits a layer counts.
     """
 
@@ -58,6 +59,10 @@ class Lora(LoraRecord):
     def __post_init__(self) -> None:
         check_all(self)
         parse_dtype(self.save_dtype, "save_dtype")
+        if self.lokr is not None and self.dora:
+            raise conflict("dora", "lokr")
+        if self.lokr is not None and self.start is not None:
+            raise conflict("start", "lokr")
 
     @property
     def scale(self) -> float:
@@ -69,12 +74,12 @@ class Lora(LoraRecord):
         """The settings that determine the factors."""
         start = {} if self.start is None else {"start": str(self.start)}
         facts = {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text, **start}
-        return {**facts, "dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks)}
+        return {**facts, "dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks), "lokr": self.lokr}
 
     @property
     def changed(self) -> dict[str, Any]:
         """The kind and the ranks of the factors, where they are not the default."""
-        values = {"dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks)}
+        values = {"dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks), "lokr": self.lokr}
         return {name: value for name, value in values.items() if value}
 
     @property
@@ -90,6 +95,9 @@ class Lora(LoraRecord):
     def check(self, model: Model, training: Training) -> None:
         """Refuse what only Stable Diffusion has; read the factors to begin with."""
         if model.networks.denoiser.component != "unet":
+            if self.lokr is not None:
+                problem = f"is not there for {model.family.name} models"
+                raise InputError("lokr", problem, cure="leave it out", value=self.lokr)
             if self.text:
                 raise InputError(
                     "text", f"is for CLIP, and {model.name} reads a language model", cure="leave it out", value=True
@@ -155,6 +163,8 @@ class Lora(LoraRecord):
     def _factors(self, model: Model, training: Training) -> Params:
         """Make new factors, or read those of ``start``."""
         chosen = self._targets(model)
+        if self.lokr is not None:
+            return low_rank.new_lokr(chosen, self.rank, self.lokr, training.plan.seed)
         if self.start is None:
             return low_rank.new_factors(chosen, self.rank, training.plan.seed)
         denoiser = model.networks.denoiser

@@ -18,7 +18,7 @@ import numpy as np
 
 from canvax.adapters import DECOMPOSED, NotLowRank, low_rank
 from canvax.errors import InputError, check_count, nearest, shown
-from canvax.nn import GAIN, LOW_RANK
+from canvax.nn import GAIN, LOW_RANK, product
 from canvax.params import Axis, Param, Params, Spec, copied, flatten, halves_first, pairs_together
 from canvax.quantize import SCALE, quantize
 from canvax.types import Array, DType, HostArray
@@ -72,13 +72,17 @@ class Layer:
             return *kernel, sum(shape[-2] for shape in shapes), outputs
         return *kernel, inputs, sum(shape[-1] for shape in shapes)
 
-    def split(self, pair: Mapping[str, Any]) -> Iterator[tuple[str, Param, Any, Any]]:
-        """Yield name, declaration, ``down`` and ``up`` of each weight."""
+    def split(self, pair: Mapping[str, Any]) -> Iterator[tuple[str, Param, dict[str, Any]]]:
+        """Yield name, declaration and factors of each weight."""
         end = 0
         for name, param in self.parts.items():
             begin, end = end, end + param.shape[-2 if self.axis else -1]
-            down, up = pair["down"], pair["up"]
-            yield name, param, *((down[begin:end], up) if self.axis else (down, up[:, begin:end]))
+            if len(self.parts) == 1:
+                yield name, param, dict(pair)
+            elif self.axis:
+                yield name, param, {"down": pair["down"][begin:end], "up": pair["up"]}
+            else:
+                yield name, param, {"down": pair["down"], "up": pair["up"][:, begin:end]}
 
 
 Targets = dict[str, dict[str, Layer]]
@@ -168,6 +172,36 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
     return {component: {name: new_pair(layer) for name, layer in of.items()} for component, of in chosen.items()}
 
 
+def new_lokr(chosen: Targets, rank: int, factor: int, seed: int) -> Params:
+    """Make factors of a LoKr (Yeh et al. 2024) that have no effect yet, as LyCORIS's.
+
+    ``w1`` is [in, out] of the largest divisors of the weight's sides up to ``factor`` and their square roots. The other
+    factor is ``up`` and ``down`` of this rank, or ``w2`` where that is not smaller.
+    """
+    check_count("rank", rank)
+    check_count("factor", factor)
+    check_single("lokr", chosen)
+    rng = np.random.default_rng(seed)
+
+    def uniform(inputs: int, *shape: int) -> HostArray:
+        return rng.uniform(-(inputs**-0.5), inputs**-0.5, shape).astype(np.float32)
+
+    def new_pair(layer: Layer) -> dict[str, HostArray]:
+        *kernel, inputs, outputs = layer.shape
+        r, (a, b) = layer.rank or rank, (_divisor(side, factor) for side in (inputs, outputs))
+        inputs, outputs, w1 = inputs // a, outputs // b, uniform(a, a, b)
+        if 2 * r >= max(inputs, outputs):
+            return {"w1": w1, "w2": np.zeros((*kernel, inputs, outputs), np.float32)}
+        return {"w1": w1, "down": np.zeros((*kernel, inputs, r), np.float32), "up": uniform(r, r, outputs)}
+
+    return {component: {name: new_pair(layer) for name, layer in of.items()} for component, of in chosen.items()}
+
+
+def _divisor(side: int, most: int) -> int:
+    """Return the largest divisor of a side up to ``most`` and the side's square root."""
+    return max(d for d in range(1, min(most, math.isqrt(side)) + 1) if side % d == 0)
+
+
 def with_magnitudes(factors: Params, params: Params, chosen: Targets, *, scale: float) -> Params:
     """Add to factors without magnitudes those that have no effect yet: the norms of the changed weights (DoRA).
 
@@ -179,8 +213,8 @@ def with_magnitudes(factors: Params, params: Params, chosen: Targets, *, scale: 
     def added(component: str, name: str, pair: Params) -> Params:
         if MAGNITUDE in pair:
             return pair
-        ((part, _, down, up),) = chosen[component][name].split(pair)
-        norms = _norms(_changed(_layer(params[component], part), down, up * scale))
+        ((part, _, factors),) = chosen[component][name].split(pair)
+        norms = _norms(_changed(_layer(params[component], part), _scaled(factors, scale)))
         return {**pair, MAGNITUDE: np.asarray(norms)}
 
     check_single("dora", chosen)
@@ -193,7 +227,7 @@ def check_single(argument: str, chosen: Targets) -> None:
         for name, layer in of.items():
             if len(layer.parts) > 1:
                 problem = f"is not there for models with stacked layers, such as {name}"
-                raise InputError(argument, problem, cure="leave it out", value=True)
+                raise InputError(argument, problem, cure="leave it out, or choose other {layers}", value=True)
 
 
 def read_factors(
@@ -283,10 +317,10 @@ def with_factors(factors: Params, params: Params, chosen: Targets, *, scale: flo
     for component, of in factors.items():
         tree = copied(params[component])
         for name, pair in of.items():
-            for part, _, down, up in chosen[component][name].split(pair):
-                layer = _layer(tree, part)
-                gain = {GAIN: _gain(layer, pair, down, up * scale) - 1.0} if MAGNITUDE in pair else {}
-                layer[LOW_RANK] = {"down": down, "up": up * scale, **gain}
+            for part, _, unscaled in chosen[component][name].split(pair):
+                layer, scaled = _layer(tree, part), _scaled(unscaled, scale)
+                gain = {GAIN: _gain(layer, pair, scaled) - 1.0} if MAGNITUDE in pair else {}
+                layer[LOW_RANK] = {**scaled, **gain}
         result[component] = tree
     return result
 
@@ -301,11 +335,11 @@ def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) ->
     for component, of in factors.items():
         tree = copied(params[component])
         for name, pair in of.items():
-            for part, _, down, up in chosen[component][name].split(pair):
-                layer = _layer(tree, part)
-                weight, changed = layer["weight"], _changed(layer, down, up * scale)
+            for part, _, unscaled in chosen[component][name].split(pair):
+                layer, scaled = _layer(tree, part), _scaled(unscaled, scale)
+                weight, changed = layer["weight"], _changed(layer, scaled)
                 if MAGNITUDE in pair:
-                    changed = changed * _to_rank(_gain(layer, pair, down, up * scale), changed.ndim)
+                    changed = changed * _to_rank(_gain(layer, pair, scaled), changed.ndim)
                 if SCALE in layer:
                     whole, scales = quantize(np.asarray(changed), weight.dtype)
                     layer[SCALE] = jax.device_put(scales, layer[SCALE].sharding)
@@ -319,27 +353,37 @@ def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) ->
 _to_rank = jax.lax.broadcast_to_rank
 
 
-def _changed(layer: Params, down: Array, up: Array) -> Array:
+def _scaled(factors: Params, scale: float) -> Params:
+    """Return the factors of a weight as ``canvax.nn`` reads them: multiplied by ``scale``, without magnitudes.
+
+    A LoKr of two whole factors has no rank, and so no scale.
+    """
+    key, scale = "w1" if "w1" in factors else "up", 1.0 if "w2" in factors else scale
+    return {name: array * scale if name == key else array for name, array in factors.items() if name != MAGNITUDE}
+
+
+def _changed(layer: Params, scaled: Params) -> Array:
     """Return a weight with the product of its factors added, float32."""
     wide = layer["weight"].astype(jnp.float32)
     wide = wide * _to_rank(layer[SCALE], wide.ndim) if SCALE in layer else wide
-    return wide + jnp.einsum("...r,ro->...o", down, up)
+    return wide + product(scaled)
 
 
 def _norms(weight: Array) -> Array:
     return jnp.sqrt(jnp.square(weight).sum(tuple(range(weight.ndim - 1))))
 
 
-def _gain(layer: Params, pair: Params, down: Array, up: Array) -> Array:
+def _gain(layer: Params, pair: Params, scaled: Params) -> Array:
     """Return what brings each output to its magnitude; its norm is a constant for gradients (section 4.3)."""
-    return pair[MAGNITUDE] / jax.lax.stop_gradient(_norms(_changed(layer, down, up)))
+    return pair[MAGNITUDE] / jax.lax.stop_gradient(_norms(_changed(layer, scaled)))
 
 
 def _check_factors(factors: Params, of: Mapping[str, Any]) -> None:
     """Refuse factors in a form other than that of ``new_factors``, or of components that are not in ``of``."""
     for component, layers in factors.items():
         if not isinstance(layers, Mapping) or not all(
-            isinstance(pair, Mapping) and {"down", "up"} <= pair.keys() for pair in layers.values()
+            isinstance(pair, Mapping) and ({"down", "up"} <= pair.keys() or {"w1", "w2"} <= pair.keys())
+            for pair in layers.values()
         ):
             raise InputError(
                 "factors", f"has {component!r}: {shown(layers)}, which are no factors", cure="new_factors makes them"
@@ -376,9 +420,13 @@ def write_factors(
     if names not in FORMATS:
         raise InputError("names", "is not known", cure=nearest(names, FORMATS), value=names)
     _check_factors(factors, chosen)
+    lokr = any("w1" in pair for of in factors.values() for pair in of.values())
+    if lokr and names != "kohya":
+        raise InputError("names", "has no LoKr", cure="give {names='kohya'}", value=names)
     if not any(factors.values()):
         raise InputError("factors", "holds none", cure="new_factors makes them", value={})
-    rank = rank or next(iter(next(iter(factors.values())).values()))["up"].shape[0]
+    if rank is None:
+        rank = len(next(pair["up"] for of in factors.values() for pair in of.values()))
     scale = alpha / rank
     to_save: list[ArrayToSave] = []
     for component, of in factors.items():
@@ -391,7 +439,11 @@ def write_factors(
     if names == "peft":
         text["lora_adapter_metadata"] = json.dumps(_peft_settings(factors, chosen, rank, alpha), sort_keys=True)
     else:
-        text |= {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+        text |= {
+            "ss_network_module": "lycoris.kohya" if lokr else "networks.lora",
+            "ss_network_dim": str(rank),
+            "ss_network_alpha": f"{alpha:g}",
+        }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_safetensors(path, to_save, text)
 
@@ -401,9 +453,14 @@ def stored(layer: Layer, pair: Mapping[str, Any]) -> dict[str, HostArray]:
 
     Magnitudes are (out, 1, 1, 1), or (out, 1).
     """
+    if "w1" in pair:
+        return _stored_lokr(layer, pair)
     down = np.asarray(pair["down"], np.float32)
     down = np.ascontiguousarray(down.transpose(3, 2, 0, 1) if down.ndim == 4 else down.T)
-    ups = [pairs_together(up.T, param.pairs) if param.pairs else up.T for _, param, _, up in layer.split(pair)]
+    ups = [
+        pairs_together(up.T, param.pairs) if param.pairs else up.T
+        for up, param in ((part["up"], param) for _, param, part in layer.split(pair))
+    ]
     up = np.ascontiguousarray(ups[0] if layer.axis else np.concatenate(ups), np.float32)
     kernel = next(iter(layer.parts.values())).checkpoint_shapes[0][2:]
     ones = [1] * len(kernel)
@@ -413,6 +470,19 @@ def stored(layer: Layer, pair: Mapping[str, Any]) -> dict[str, HostArray]:
         flat = np.asarray(pair[MAGNITUDE], np.float32)
         arrays[MAGNITUDE] = (pairs_together(flat, param.pairs) if param.pairs else flat).reshape(-1, 1, *ones)
     return arrays
+
+
+def _stored_lokr(layer: Layer, pair: Mapping[str, Any]) -> dict[str, HostArray]:
+    """Return LyCORIS's arrays: w1 (out, in); w2 (out, in, kh, kw), or w2_a (out, r) and w2_b (r, in kh kw)."""
+    kernel = next(iter(layer.parts.values())).checkpoint_shapes[0][2:]
+    arrays = {"lokr_w1": np.asarray(pair["w1"]).T}
+    if "w2" in pair:
+        w2 = np.moveaxis(np.asarray(pair["w2"]), (-1, -2), (0, 1))
+        arrays["lokr_w2"] = w2.reshape(*w2.shape[:2], *kernel)
+    else:
+        down = np.moveaxis(np.asarray(pair["down"]), (-1, -2), (0, 1))
+        arrays |= {"lokr_w2_a": np.asarray(pair["up"]).T, "lokr_w2_b": down.reshape(len(down), -1)}
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
 
 
 def _named(
@@ -429,6 +499,11 @@ def _named(
         return
     prefix = "lora_te_" if component == "text_encoder" and components < 3 else _KOHYA[component]
     module = prefix + name.replace(".", "_")
+    if "lokr_w1" in pair:
+        for role, array in pair.items():
+            yield f"{module}.{role}", array
+        yield f"{module}.alpha", np.asarray(scale * len(pair.get("lokr_w2_b", "1")), np.float32)
+        return
     yield f"{module}.lora_down.weight", pair["down"]
     yield f"{module}.lora_up.weight", pair["up"]
     yield f"{module}.alpha", np.asarray(scale * len(pair["down"]), np.float32)

@@ -19,7 +19,7 @@ LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_t
 
 Layers = Literal["attention", "transformer", "all"]
 Names = Literal["peft", "kohya"]
-Optimizer = Literal["adamw", "adafactor", "lion", "prodigy"]
+Optimizer = Literal["adamw", "adafactor", "lion", "prodigy", "schedule-free"]
 Times = Literal["uniform", "logit-normal", "shifted"]
 Learn = Literal["object", "style", "word"]
 
@@ -70,7 +70,8 @@ class PlanRecord:
     rates: Mapping[str, float] = field(default_factory=dict)
     minutes: float | None = setting(None, "minutes that ``steps`` should take", low=0, above=True, closed=_NO_FLAG)
     optimizer: Optimizer = setting(
-        "adamw", "adamw, adafactor, lion, or prodigy, which finds its learning rate: give a factor of it, 1",
+        "adamw",
+        "adamw, adafactor, lion, schedule-free, or prodigy, which finds its learning rate: give a factor of it, 1",
         metavar="NAME",
     )  # fmt: skip
 
@@ -241,6 +242,10 @@ class LoraRecord:
     ranks: Mapping[str, int] | Sequence[str] = setting(
         (), "another rank for the layers with this part in their name, such as mid_block=8", repeats=True,
         metavar="PART=RANK", read=read_ranks,
+    )  # fmt: skip
+    lokr: int | None = setting(
+        None, "train a LoKr (LyCORIS): Kronecker products with a first factor of at most N x N", low=2, high=MOST_RANK,
+        unset="a LoRA", cure="8 is usual", metavar="N", error_without="names='kohya'", flags=("--lokr", "--factor"),
     )  # fmt: skip
 
 
