@@ -320,6 +320,27 @@ def test_prodigy_wants_a_factor() -> None:
         Plan(1, 1, 1e-4, optimizer="prodigy")
 
 
+def test_a_step_that_does_not_fit_is_made_lighter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, before the first step; a resumed run begins with it; one that fits stays."""
+    calls: list[str] = []
+
+    def step(state: Any, samples: Any, shared: Any, key: Any) -> Any:
+        return {"n": state["n"] + (1.0 if calls else 100.0)}, {}
+
+    def go(folder: str, free: int, steps: int) -> Any:
+        monkeypatch.setattr(sessions, "free_bytes", lambda _: free)
+        session = Session(tmp_path / folder, mesh=one(), lighter=lambda: calls.append(folder))
+        return float(run(step, {"n": jnp.float32(0)}, X, steps, session, batch=4)[0]["n"])
+
+    assert go("large", 10**12, 3) == 300
+    assert not calls
+    assert go("small", -1, 3) == 3
+    assert calls == ["small"]
+    calls.clear()
+    assert go("small", 10**12, 5) == 5
+    assert calls == ["small"]
+
+
 # FSDP
 
 

@@ -52,7 +52,7 @@ from canvax.train.lora import LORA_PLAN, Lora, train_lora
 from canvax.train.low_rank import FORMATS, LAYERS
 from canvax.train.pictures import read_pictures
 from canvax.train.settings import LoraRecord, WordCaptions
-from canvax.train.state import save_state
+from canvax.train.state import read_facts, save_state
 from canvax.train.task import PLAN as PLAN_OF_MODELS
 from canvax.train.task import InitialState, Subject, Training
 from canvax.train.textual_inversion import CAPTIONS, Inversion, train_inversion
@@ -317,7 +317,7 @@ def test_a_lora_over_a_unet_of_8_bits(model: Path, pictures: Path, tmp_path: Pat
 KINDS_OF_FACTORS: list[dict[str, Any]] = [
     {"dora": True, "layers": "all", "conv_rank": 3, "ranks": {"mid_block": 1, "encoder.layers.0": 5}},
     {"dora": True, "names": "kohya", "alpha": 1.0, "conv_rank": 3, "layers": "all"},
-    {"lokr": 4, "names": "kohya", "rank": 3, "layers": "all", "conv_rank": 1, "alpha": 1.0},
+    {"lokr": 4, "names": "kohya", "rank": 3, "layers": "all", "conv_rank": 1, "alpha": 1.0, "ranks": {"mid_block": 64}},
 ]
 
 
@@ -352,6 +352,7 @@ def test_files_are_what_was_trained(model: Path, pictures: Path, tmp_path: Path,
         )
     sizes = {len(pair["up"]) for pair in factors["unet"].values() if "up" in pair}
     assert sizes == {3, 1} if "lokr" in kind else sizes >= {2, 3}
+    assert any("w2" in pair for pair in factors["unet"].values()) == ("lokr" in kind)
     if "lokr" not in kind:
         again = replace(lora, start=file)
         again.check(loaded.model, run)
@@ -397,6 +398,28 @@ def test_a_killed_run_of_each_kind_resumes(
                     replace(lora, **{name: value}),
                     one(),
                 )
+
+
+@pytest.mark.slow
+def test_activations_are_recomputed_where_a_step_does_not_fit(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with ``remat=True``, to the bit; never on a CPU, nor if the caller says no."""
+    monkeypatch.setattr("canvax.train.session.free_bytes", lambda _: 10_000)
+    lora, found = Lora(rank=2), {}
+    for name, remat, ladder in (
+        ("asked", True, True),
+        ("found", None, True),
+        ("cpu", None, False),
+        ("no", False, True),
+    ):
+        monkeypatch.setattr(task, "_has_ladder", lambda _, ladder=ladder: ladder)
+        assert train_lora(training(model, pictures, tmp_path / name, remat=remat), lora, one())
+        found[name] = [line["loss"] for line in read_log(tmp_path / name / "lora" / LOG)]
+        assert ("0.0 MB are free" in capsys.readouterr().err) == (name == "found")
+        assert read_facts(tmp_path / name / "lora" / STATE)["lightened"] == (name == "found")
+    assert found["found"] == found["asked"]
+    assert found["cpu"] == found["no"]
 
 
 @pytest.mark.weekly

@@ -159,7 +159,11 @@ def fit(
 def _steps_in(plan: Plan, trial: Callable[[Session], Any], session: Session, chunk: int) -> int:
     """Return the number of steps that fit into ``plan.minutes``, by timing two chunks whose result is discarded."""
     seconds: list[float] = []
-    trial(Session(None, session.name, session.mesh, log=lambda _, values, __: seconds.append(values["seconds"])))
+
+    def log(_: int, values: Mapping[str, float], __: Any) -> None:
+        seconds.append(values["seconds"])
+
+    trial(Session(None, session.name, session.mesh, log=log, lighter=session.lighter))
     steps = max(1, int((plan.minutes or 0) * 60 / min(seconds))) * chunk
     return multihost.broadcast_seeds([steps])[0] if multihost.is_spread(session.mesh) else steps
 

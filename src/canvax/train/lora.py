@@ -25,6 +25,9 @@ from canvax.weights.cast import parse_dtype
 LORA_PLAN = replace(PLAN, **TASKS["lora"].plan)
 """Learning rate 1e-4, as in diffusers' scripts."""
 
+KINDS = ("dora", "conv_rank", "ranks", "lokr")
+"""Settings that make another kind of factors than a LoRA of one rank."""
+
 FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers' ``load_lora_weights`` looks for in a folder."""
 
@@ -72,15 +75,15 @@ class Lora(LoraRecord):
     @property
     def facts(self) -> dict[str, Any]:
         """The settings that determine the factors."""
-        start = {} if self.start is None else {"start": str(self.start)}
-        facts = {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text, **start}
-        return {**facts, "dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks), "lokr": self.lokr}
+        facts = {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text}
+        start = None if self.start is None else str(self.start)
+        kind = {name: getattr(self, name) for name in KINDS} | {"ranks": list(self.ranks)}
+        return {**facts, **kind, "start": start}
 
     @property
     def changed(self) -> dict[str, Any]:
         """The kind and the ranks of the factors, where they are not the default."""
-        values = {"dora": self.dora, "conv_rank": self.conv_rank, "ranks": list(self.ranks), "lokr": self.lokr}
-        return {name: value for name, value in values.items() if value}
+        return {name: value for name, value in self.facts.items() if value and name in KINDS}
 
     @property
     def rates(self) -> dict[str, float]:

@@ -102,8 +102,9 @@ class TrainingRecord:
         None, "smallest weight of pixels outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
         unset="0", metavar="WEIGHT",
     )  # fmt: skip
-    remat: bool = setting(
-        False, "recompute activations: less memory, more time", flags=("--remat", "--gradient-checkpointing"),
+    remat: bool | None = setting(
+        None, "recompute activations: less memory, more time", unset="if a step needs more than a GPU or TPU has",
+        flags=("--remat", "--gradient-checkpointing"),
     )  # fmt: skip
     dtype: Any = setting(
         None, "dtype of the computation", unset="bfloat16 on GPU and TPU, float32 on the CPU", metavar="DTYPE",

@@ -81,7 +81,8 @@ class Training(TrainingRecord):
         gamma: bound of the min-SNR weights, None for no weights; flow models have none.
         empty: fraction of empty captions.
         unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
-        remat: recompute activations in the backward pass, which takes less memory but more time.
+        remat: recompute activations in the backward pass, which takes less memory but more time; by default if a step
+            does not fit into the devices' memory, as its compiler reports it. A CPU and several processes do not.
         dtype: dtype of the computation, not float16; by default bfloat16 on GPU and TPU, float32 on the CPU.
         quantize: "int8" or "float8" to keep the large weights of the frozen denoiser in 8 bits, for a LoRA (QLoRA,
             Dettmers et al. 2023); blocks are then recomputed as with ``remat``.
@@ -324,7 +325,9 @@ def train(
     readers = model.tokenizers if kept is None else kept.readers
     data, shared = _data(given, sets, readers, length, training, model, params, mesh, plan, store, say)
     shared["frozen"] = start.frozen
-    loss = denoising_loss(
+    recompute = bool(training.remat) or training.quantize is not None  # or all weights would be kept, dequantised
+    loss_of = partial(
+        denoising_loss,
         model.text if kept is None else None,
         model.unet if unet else model.networks.denoiser,
         _schedule(model, given.size, times),
@@ -332,12 +335,21 @@ def train(
         focus=(0.0, 1.0) if times == "logit-normal" else None,
         empty=training.empty,
         dtype=dtype,
-        remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
         assemble=start.assemble,
         control=start.control,
         prior=subject.prior_weight,
         noise_offset=training.noise_offset,
     )
+    losses = {remat: loss_of(remat=remat) for remat in (False, True)}
+
+    def loss(*arguments: Any) -> Any:
+        return losses[recompute](*arguments)
+
+    def lighter() -> None:
+        nonlocal recompute
+        recompute = True
+
+    chosen = recompute or training.remat is not None or not _has_ladder(mesh)
     board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
@@ -360,6 +372,7 @@ def train(
         preview_steps=training.preview_steps,
         log=board,
         fsdp=training.fsdp,
+        lighter=None if chosen else lighter,
     )
     with closing(board) if board else nullcontext():
         trained, finished = fit(start.trained, loss, data, count, plan, session, shared)
@@ -367,6 +380,11 @@ def train(
         return None
     save(target, trained)
     return target
+
+
+def _has_ladder(mesh: Mesh) -> bool:
+    """Return True if activations are recomputed where a step does not fit: on one process's accelerators."""
+    return mesh.devices.flat[0].platform != "cpu" and not is_spread(mesh)
 
 
 def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
