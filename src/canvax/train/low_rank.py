@@ -43,7 +43,7 @@ _IN_BLOCK = re.compile(r"\.\d+\.")
 _KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
 MAGNITUDE = "magnitude"
-"""Key of DoRA's magnitudes [outputs] beside ``down`` and ``up`` (Liu et al. 2024)."""
+"""Key of DoRA's magnitudes [outputs], in a pair of factors (Liu et al. 2024)."""
 
 FORMATS = ("peft", "kohya")
 """Array names in a file: those of diffusers and PEFT, or of kohya and A1111."""
@@ -206,7 +206,7 @@ def with_magnitudes(factors: Params, params: Params, chosen: Targets, *, scale: 
     """Add to factors without magnitudes those that have no effect yet: the norms of the changed weights (DoRA).
 
     Raises:
-        InputError: a layer is stored as one with others, whose norms have no magnitudes of their own.
+        InputError: a layer is stored as one with others, and its file has no magnitudes for each.
     """
     _check_factors(factors, params)
 
