@@ -2,9 +2,11 @@
 
     python benchmarks/plans.py tpu [--only v5e] [--output plans.json]
     python benchmarks/plans.py gpu
+    JAX_PLATFORMS=cpu python benchmarks/plans.py bounds
 
-Needs ``pip install '.[tpu]'`` or ``'.[cuda]'`` and no device. An SDXL plan takes some three minutes for a TPU
-on two cores, half of one for a GPU; what the same code has compiled before is not compiled again.
+``bounds`` compiles nothing: it counts the FLOPs of the denoiser and the decoder as written. The others need ``pip
+install '.[tpu]'`` or ``'.[cuda]'`` and no device. An SDXL plan takes some three minutes for a TPU on two cores, half of
+one for a GPU; what the same code has compiled before is not compiled again.
 """
 
 from __future__ import annotations
@@ -12,11 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 import canvax
+from canvax.compile.programs import Programs
+from canvax.families.known import PRESETS
+from canvax.models.decode import decode_images
+from canvax.parallel.mesh import make_mesh
+from canvax.parallel.rules import abstract_params, device_bytes
+from canvax.planning.flops import count_flops, evaluation_flops
+from canvax.planning.targets import parse_target
 
 
 class Case(NamedTuple):
@@ -50,7 +63,21 @@ TPU = [
     Case("krea-2", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
     Case("flux2-klein-4b", "tpu-v5e:1x1", 1, 1024, 4, guided=False, quantize="int8"),
     Case("z-image", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("flux1-dev", "tpu-v6e:1x1", 1, 1024, 28, guided=False, quantize="int8"),
+    Case("anima", "tpu-v6e:1x1", 1, 1024, 30),
 ]
+BOUNDS = [
+    Case("flux1-dev", "gpu-h200", 1, 1024, 28, 3.50, "SGLang", guided=False),
+    Case("flux1-dev", "gpu-h100", 1, 1024, 28, 4.30, "xDiT", guided=False),
+    Case("flux1-dev", "gpu-rtx4090", 1, 1024, 28, guided=False, quantize="int8"),
+    Case("flux1-dev", "tpu-v6e:1x1", 1, 1024, 28, 6.0, "torch_xla, 4 chips, an image on each", guided=False,
+         quantize="int8"),
+    Case("flux1-dev", "tpu-v5e:1x1", 1, 1024, 28, guided=False, quantize="int8"),
+    Case("anima", "gpu-h200", 1, 1024, 30),
+    Case("anima", "gpu-rtx4090", 1, 1024, 30),
+    Case("anima", "tpu-v6e:1x1", 1, 1024, 30),
+    Case("anima", "tpu-v5e:1x1", 1, 1024, 30, 21.0, "a fork of MaxDiffusion"),
+]  # fmt: skip
 GPU = [
     *(Case("sd15", f"gpu-{name}", 1, 512, 50) for name in ("l4", "rtx4090", "a100-40gb", "h100")),
     *(Case("sdxl", f"gpu-{name}", 1, 1024, 30) for name in ("l4", "rtx4090", "a100-40gb", "h100")),
@@ -63,10 +90,13 @@ GIB = 2**30
 def main() -> None:
     """Plan each case, writing the results as they come; the tables go to stdout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("platform", choices=["tpu", "gpu"])
+    parser.add_argument("platform", choices=["tpu", "gpu", "bounds"])
     parser.add_argument("--only", default="", help="cases whose model, target and batch contain this")
     parser.add_argument("--output", type=Path, help="also write everything as JSON")
     arguments = parser.parse_args()
+    if arguments.platform == "bounds":
+        print("\n".join(bounds(case for case in BOUNDS if arguments.only in f"{case.model} {case.target}")))
+        return
     results = []
     for case in TPU if arguments.platform == "tpu" else GPU:
         if arguments.only not in f"{case.model} {case.target} {case.batch}":
@@ -90,6 +120,28 @@ def main() -> None:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for table in (whole(results), parts(results)):
         print("\n".join(table), end="\n\n")
+
+
+def bounds(cases: Iterable[Case]) -> list[str]:
+    """A row for each case: the least time of a step and of decoding, by FLOPs at the peak and weights read once."""
+    lines = ["| model | chip | weights | steps | TFLOP a step | a step ms | decoding ms | bound s | published s |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for case in cases:
+        networks, chip, mesh = PRESETS[case.model], parse_target(case.target).chip, make_mesh(jax.devices()[:1])
+        params = {name: abstract_params(spec, "bfloat16", mesh) for name, spec in networks.specs().items()}
+        latents = networks.latent_shape(case.batch, case.side, case.side)
+        step = evaluation_flops(Programs(networks, mesh), params, latents, guided=case.guided)
+        shape = jax.ShapeDtypeStruct(latents, jnp.float32)
+        decoding = count_flops(partial(decode_images, cfg=networks.vae), params["vae"], shape) / chip.flops
+        component, one = networks.denoiser.component, {"data": 1, "model": 1}
+        weights = device_bytes(networks.specs(case.quantize)[component], jnp.dtype("bfloat16"), one)
+        least = max(step / chip.flops, weights / chip.bandwidth)
+        lines.append(
+            f"| {case.model} | {case.target} | {case.quantize or 'bfloat16'} | {case.steps} | {step / 1e12:.1f} "
+            f"| {least * 1e3:.0f} | {decoding * 1e3:.1f} | {case.steps * least + decoding:.2f} "
+            f"| {seconds(case.published)} |"
+        )
+    return lines
 
 
 def progress(what: str, seconds: float | None) -> None:

@@ -32,6 +32,7 @@ from canvax.parallel.place import local_rows, map_parts
 from canvax.parallel.rules import abstract_params, check_split, device_bytes, place, placement
 from canvax.params import Axis, Param, count, flatten
 from tests.support.bundled import LATENTS
+from tests.support.refusals import refused
 from tests.support.small_checkpoint import TEXT, VAE, write_small_checkpoint
 
 QUIET = canvax.Options(progress=False)
@@ -250,6 +251,8 @@ def test_mesh() -> None:
     assert mesh_of(None).shape == {"data": 8, "model": 1}
     assert mesh_of("model=4").shape == {"data": 2, "model": 4}
     assert mesh_of("data=2").devices.tolist() == [[jax.devices()[0]], [jax.devices()[1]]]
+    with refused("devices"):
+        make_mesh(jax.devices()[:1] * 2)
     with pytest.raises(canvax.InputError, match="'batch'"):
         check_mesh(Mesh(np.asarray(jax.devices()), ("batch",)))
 

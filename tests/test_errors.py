@@ -1,7 +1,7 @@
 """Errors and hints are records; entry points make sentences of them. All wording is in ``golden/errors.txt``.
 
-It has calls that fail, with ``pipe`` the bundled model and ``table`` of samplers, and commands that fail before they do
-anything; below each is its error. Add a line for another one. Where a change of wording is meant,
+It has calls that fail, with ``pipe`` the bundled model, ``table`` of samplers and ``job`` of servers, and commands that
+fail before they do anything; below each is its error. Add a line for another one. Where a change of wording is meant,
 ``CANVAX_WRITE_GOLDEN=1 pytest tests/test_errors.py`` writes the file again, and its diff is read.
 """
 
@@ -43,6 +43,8 @@ from canvax.errors import (
 from canvax.samplers import SamplerTable, build_table, from_scheduler_config
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
+from canvax.server.jobs import JobRequest, Rejected
+from canvax.server.work import check
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 
@@ -68,11 +70,16 @@ def said(source: str, pipe: canvax.Pipeline) -> str:
     names = {
         "pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "table": table, "STRANGE": Strange(),
         "IMAGE": Image.new("RGB", (64, 64)), "LATENTS": np.zeros((1, 8, 8, 32), np.float32),
+        "job": lambda prompt, **given: check(JobRequest(prompt, **given), "emoji", pipe.model),
     }  # fmt: skip
-    with pytest.raises((canvax.CanvaxError, AttributeError, TypeError)) as caught:
+    try:
         eval(source, names)
-    argument = getattr(caught.value, "argument", "")
-    return f"{caught.type.__name__}{argument and f'({argument})'}: {caught.value}"
+    except Rejected as refused:
+        return f"{refused.status} {refused.code}({refused.param}): {refused}"
+    except (canvax.CanvaxError, AttributeError, TypeError) as error:
+        argument = getattr(error, "argument", "")
+        return f"{type(error).__name__}{argument and f'({argument})'}: {error}"
+    raise AssertionError(f"{source} is taken")
 
 
 @pytest.mark.filterwarnings("ignore:arguments after:DeprecationWarning")

@@ -337,6 +337,21 @@ def test_draws_with_previews(site: Site) -> None:
 
 
 @browser_only
+def test_transparency_shows_wherever_an_image_does(site: Site) -> None:
+    site.draw("a red apple")
+    shown = "(query) => getComputedStyle(document.querySelector(query)).backgroundImage"
+    places = [".tile[data-id] .frame img"]
+    for key, picture in (("Enter", "#viewer-image"), ("p", "#mask-picture")):
+        site.key(key)
+        site.page.wait_for_selector(picture)
+        places.append(picture)
+        assert all("conic" in site.page.evaluate(shown, place) for place in places)
+        site.page.click("#mask-use") if key == "p" else site.close()
+    site.page.wait_for_selector("#input-canvas")
+    assert "conic" in site.page.evaluate(shown, "#input-canvas")
+
+
+@browser_only
 def test_several_jobs_queue_and_one_is_cancelled(site: Site) -> None:
     site.engine.pace = 0.4
     site.draw("a dog", wait=False)

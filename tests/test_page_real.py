@@ -31,7 +31,10 @@ def server() -> Iterator[tuple[str, ImageEngine]]:
         yield found
 
 
-@pytest.fixture(params=[(1280, "light"), (820, "dark"), (390, "light")], ids=["wide", "middle", "narrow"])
+OTHERS = pytest.param((820, "dark"), marks=pytest.mark.weekly), pytest.param((390, "light"), marks=pytest.mark.weekly)
+
+
+@pytest.fixture(params=[(1280, "light"), *OTHERS], ids=["wide", "middle", "narrow"])
 def page(server: tuple[str, ImageEngine], request: pytest.FixtureRequest) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 

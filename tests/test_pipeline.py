@@ -309,6 +309,12 @@ def test_a_small_model_draws_one_thing(emoji: canvax.Pipeline, prompt: str, thin
     assert bool(told) == bool(things)
 
 
+@pytest.mark.parametrize(("side", "poor"), [(40, True), (48, False), (88, False), (96, True)])
+def test_sizes_far_from_those_of_the_training(emoji: canvax.Pipeline, side: int, poor: bool) -> None:
+    request = make_request(emoji.model, Call("a cat", height=side, width=side))
+    assert any(f"images of {side} x {side}" in str(hint) for hint in hints(emoji.model, request)) == poor
+
+
 def test_nothing_to_save(emoji: canvax.Pipeline, tmp_path: Path) -> None:
     result = draw(emoji, "a cat", options=canvax.Options(progress=False, denoising_end=0.5))
     with pytest.raises(canvax.InputError, match=r"go on from result\.latents"):

@@ -13,7 +13,7 @@ from test_new_family import pipeline_of
 
 import canvax
 from canvax.guidance import rule_of
-from canvax.samplers import build_table
+from canvax.samplers import SLOTS, build_table
 from examples.new_family import NETWORKS
 
 PROMPTS = ["a fox", "a hen"]
@@ -32,9 +32,10 @@ def transitions(pipe: canvax.Pipeline, **arguments: Any) -> tuple[canvax.Start, 
 @pytest.mark.parametrize("arguments", [
     {"sampler": "Euler a", "guidance_scale": 4.0, "negative_prompt": "a dog"},
     {"sampler": "DPM++ 2M", "guidance_scale": 4.0, "guidance_method": "apg", "guidance_settings": {"norm": 0.1}},
+    {"sampler": "Euler a", "guidance_scale": 0.6, "guidance_method": "cfg_pp"},
     {"sampler": "DPM++ 2M SDE", "guidance_scale": 1.0, "height": 24, "width": 16},
     {"sampler": "UniPC", "guidance_scale": 4.0, "guidance_steps": [4, 4, 1, 1, 4, 2]},
-], ids=lambda arguments: arguments["sampler"])  # fmt: skip
+], ids=lambda arguments: f"{arguments['sampler']} {arguments.get('guidance_method', 'cfg')}")  # fmt: skip
 def test_it_is_the_run_of_the_pipeline(pipe: canvax.Pipeline, arguments: dict[str, Any]) -> None:
     want = pipe(PROMPTS, seed=[3, 8], num_inference_steps=6, progress=False, **arguments)
     got = canvax.rollout(pipe, pipe.params, *pipe.start(PROMPTS, seed=[3, 8], num_inference_steps=6, **arguments))
@@ -86,6 +87,16 @@ def test_along_a_recorded_run(pipe: canvax.Pipeline) -> None:
     near = jax.tree.map(lambda leaf, change: leaf + 1e-6 * change, moved, slope)
     rise = sum(float((change**2).sum()) for change in jax.tree.leaves(slope))
     np.testing.assert_allclose(chosen(near).sum() - chosen(moved).sum(), 1e-6 * rise, rtol=0.1)
+
+
+def test_along_a_run_with_a_memory(pipe: canvax.Pipeline) -> None:
+    """The recorded state has the memory of the guidance, so that rows stand for themselves."""
+    momentum: dict[str, Any] = {"guidance_method": "apg", "guidance_settings": {"norm": 0, "momentum": -0.5}}
+    start, run = transitions(pipe, sampler="Euler a", guidance_scale=4.0, **momentum)
+    along, _, log_prob = run.record
+    assert along[0].shape[2] == SLOTS + 1
+    again = canvax.rollout(pipe, pipe.params, *start, along=along, record=lambda e: e.log_prob).record
+    np.testing.assert_allclose(again, log_prob, rtol=1e-5)
 
 
 def test_the_sample_is_a_constant(pipe: canvax.Pipeline) -> None:

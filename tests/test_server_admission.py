@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import canvax
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Job, JobRequest, Rejected, State
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
-from tests.support.drawing import one_device
+from tests.support.drawing import small_emoji
 from tests.support.serving import until
 
-PIPE = canvax.load("emoji", progress=False, mesh=one_device())
+PIPE = small_emoji()
 APPLE = Image.new("RGB", (64, 64), "red")
 
 

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,8 @@ def test_a_hundred_thousand_fields(site: Web) -> None:
     assert time.process_time() - began < 3
 
 
-CODE_OPTIONS = [
-    {"callback": "print"}, {"__class__": "x"}, {"progress": True}, {"sampler_settings": {"__class__": 1}},
-    {"timesteps": list(range(10_000))}, {"sigmas": "__import__('os')"}, {"noise": "/etc/passwd"},
-    {"variation_strength": float("inf")}, {"seed_size": [10**9, 10**9]}, {"callback\0": 1}, {"\ud800": 1},
-]  # fmt: skip
+CODE_OPTIONS: list[dict[str, Any]] = [{"__class__": "x"}, {"timesteps": list(range(10_000))}, {"\ud800": 1}]
+"""``golden/errors.txt`` has others."""
 
 
 @pytest.fixture(scope="module")
@@ -499,14 +497,19 @@ def webp_of(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-BOMB = zlib.compress(bytes(200 * MEGABYTE), 9)
+@cache
+def bomb() -> bytes:
+    """What unpacks to a thousand times as much."""
+    return zlib.compress(bytes(200 * MEGABYTE), 9)
+
+
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://HOST/x.png"/><script>x</script></svg>'
 FILES: dict[str, Callable[[], bytes]] = {
     "30,000 x 30,000": lambda: png((b"IDAT", zlib.compress(bytes(10 * MEGABYTE))), size=(30_000, 30_000)),
     "no width": lambda: png((b"IDAT", zlib.compress(b"\0")), size=(0, 64)),
     "fewer pixels than it says": lambda: png((b"IDAT", zlib.compress(b"\0" * 100)), size=(4000, 4000)),
-    "a text that unpacks to more": lambda: png((b"zTXt", b"parameters\0\0" + BOMB), (b"IDAT", b"")),
-    "a profile that does": lambda: png((b"iCCP", b"icc\0\0" + BOMB), (b"IDAT", b"")),
+    "a text that unpacks to more": lambda: png((b"zTXt", b"parameters\0\0" + bomb()), (b"IDAT", b"")),
+    "a profile that does": lambda: png((b"iCCP", b"icc\0\0" + bomb()), (b"IDAT", b"")),
     "a moving PNG": lambda: animated("PNG"), "half a PNG": lambda: picture()[:50],
     "a large JPEG": lambda: jpeg_of(65_500, 65_500),
     "a WebP with a canvas of terabytes": lambda: webp_of(1 << 24, 1 << 24), "a GIF": lambda: saved("GIF"),
@@ -521,19 +524,27 @@ def sent_as_form(site: Web, data: bytes) -> httpx.Response:
     return site.http.post("/v1/images/edits", data={"prompt": "x"}, files=files)
 
 
+FIELDS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "image": ("own", "/api/jobs", lambda text: {"prompt": "x", "image": text}),
+    "mask": ("own", "/api/jobs", lambda text: {"prompt": "x", "image": b64(picture()), "mask": text}),
+    "init_images": ("a1111", "/sdapi/v1/img2img", lambda text: {"init_images": [text]}),
+    "A1111's mask": ("a1111", "/sdapi/v1/img2img", lambda text: {"init_images": [b64(picture())], "mask": text}),
+    "png-info": ("a1111", "/sdapi/v1/png-info", lambda text: {"image": text}),
+    "inputs": ("huggingface", "/hf", lambda text: {"inputs": text, "parameters": {"prompt": "x"}}),
+}
+
+
+def in_field(path: str, body: Callable[[str], Any]) -> Sent:
+    """Send a file as text."""
+    return lambda site, data: site.http.post(path, json=body(b64(data)))
+
+
 DOORS: dict[str, tuple[str, Sent]] = {
-    "image": ("own", lambda site, data: site.http.post("/api/jobs", json={"prompt": "x", "image": b64(data)})),
-    "mask": ("own", lambda site, data: site.http.post(
-        "/api/jobs", json={"prompt": "x", "image": b64(picture()), "mask": f"data:image/png;base64,{b64(data)}"})),
-    "init_images": ("a1111", lambda site, data: site.http.post(
-        "/sdapi/v1/img2img", json={"prompt": "x", "init_images": [b64(data)]})),
-    "inputs": ("huggingface", lambda site, data: site.http.post(
-        "/hf", json={"inputs": b64(data), "parameters": {"prompt": "x"}})),
+    **{name: (api, in_field(path, body)) for name, (api, path, body) in FIELDS.items()},
     "the body": ("huggingface", lambda site, data: site.http.post(
         "/", content=data, headers={"Content-Type": "image/png"})),
     "a form": ("openai", sent_as_form),
     "inspect": ("own", lambda site, data: site.http.post("/api/inspect", content=data)),
-    "png-info": ("a1111", lambda site, data: site.http.post("/sdapi/v1/png-info", json={"image": b64(data)})),
 }  # fmt: skip
 
 
@@ -566,7 +577,7 @@ def test_files(site: Web, attack: str, doors: list[str]) -> None:
 
 def test_pixels_that_unpack_to_more_than_the_image_are_left(site: Web) -> None:
     before = memory()
-    site.done(site.submit(image=b64(png((b"IDAT", BOMB), size=(2000, 2000))), width=64, height=64))
+    site.done(site.submit(image=b64(png((b"IDAT", bomb()), size=(2000, 2000))), width=64, height=64))
     assert memory() - before < 100 * MEGABYTE
 
 
@@ -670,16 +681,6 @@ def addresses(host: str, file: Path) -> list[str]:
     own += ["data:image/svg+xml;base64," + b64(SVG.replace(b"HOST", host.encode()))]
     own += [f"data:image/png;base64,http://{host}/a.png", "data:image/png;charset=utf-8,%89PNG"]
     return own
-
-
-FIELDS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
-    "image": ("own", "/api/jobs", lambda text: {"prompt": "x", "image": text}),
-    "mask": ("own", "/api/jobs", lambda text: {"prompt": "x", "image": b64(picture()), "mask": text}),
-    "init_images": ("a1111", "/sdapi/v1/img2img", lambda text: {"init_images": [text]}),
-    "A1111's mask": ("a1111", "/sdapi/v1/img2img", lambda text: {"init_images": [b64(picture())], "mask": text}),
-    "png-info": ("a1111", "/sdapi/v1/png-info", lambda text: {"image": text}),
-    "inputs": ("huggingface", "/models/stub", lambda text: {"inputs": text, "parameters": {"prompt": "x"}}),
-}
 
 
 @pytest.mark.parametrize("field", FIELDS)

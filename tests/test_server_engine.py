@@ -32,10 +32,10 @@ from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import Stage, byte_size, check, sample
+from tests.support.drawing import small_emoji
 from tests.support.serving import until
 
-ONE = canvax.make_mesh(jax.devices()[:1])
-PIPE = canvax.load("emoji", progress=False, mesh=ONE)
+PIPE = small_emoji()
 QUIET = canvax.Options(progress=False)
 
 
@@ -112,6 +112,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt": "a [cat:dog:0.5] face", "options": {"prompt_syntax": "a1111"}, "steps": 10}, {}),
     ({"prompt": "a sunflower", "options": {"variation_seed": 5, "variation_strength": 0.3}, "n": 2}, {}),
     ({"prompt": "a key", "options": {"guidance_interval": [0.2, 0.8]}}, {}),
+    ({"prompt": "a hen", "options": {"guidance_method": "cfg_pp"}, "sampler": "DDIM"}, {}),
     ({"prompt": "a heart", "options": {"noise": "torch", "sigmas": "exponential"}, "sampler": "DPM++ 2M SDE"}, {}),
     ({"prompt": "a fish", "options": {"quality": "fast"}, "steps": 20}, {}),
 ]
@@ -454,8 +455,8 @@ def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -
 HIRES = {"hires": 1.5, "hires_strength": 0.5, "hires_steps": 4}
 LATENT = {"prompt_syntax": "a1111", "hires_method": "latent", "eta": 0.3}
 TWO_PASSES: list[dict[str, Any]] = [
-    {"prompt": "a red apple", "sampler": "Euler a", "negative_prompt": "blue", "n": 2},
     {"prompt": "a [cat:dog:0.5] face", "options": LATENT},
+    {"prompt": "a red apple", "sampler": "Euler a", "negative_prompt": "blue", "n": 2},
     {"prompt": "a lemon", "guidance_scale": 1.0, "options": {"sigmas": "karras"}},
     {"prompt": "a pizza", "options": {"variation_seed": 5, "variation_strength": 0.3, "guidance_rescale": 0.7}},
 ]
@@ -463,7 +464,9 @@ TWO_PASSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "ask", [*TWO_PASSES[:2], *(pytest.param(ask, marks=pytest.mark.slow) for ask in TWO_PASSES[2:])], ids=str
+    "ask",
+    [TWO_PASSES[1], *(pytest.param(ask, marks=pytest.mark.slow) for ask in TWO_PASSES[:1] + TWO_PASSES[2:])],
+    ids=str,
 )
 def test_two_passes_are_those_of_the_pipeline(engine: ImageEngine, ask: dict[str, Any]) -> None:
     """What is done to an image is done once, or twice, in both."""
@@ -489,27 +492,11 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
     [
         ({"model": "sdxl"}, 404, "model_not_found", "model"),
         ({"width": 128}, 400, "size_not_ready", "width"),
-        ({"width": 65}, 400, "invalid_value", "width"),
-        ({"steps": 100_000}, 400, "invalid_value", "steps"),
-        ({"sampler": "Eular"}, 400, "invalid_value", "sampler"),
-        ({"sampler": "ddim_inverse"}, 400, "invalid_value", "sampler"),
-        ({"guidance_scale": float("nan")}, 400, "invalid_value", "guidance_scale"),
-        ({"strength": 0.5}, 400, "invalid_value", "strength"),
-        ({"options": {"callback": "os.system"}}, 400, "invalid_value", "options"),
+        ({"steps": 100_000}, 400, "invalid_value", "steps"),  # golden/errors.txt has others
         ({"options": {"hires": 2.0}}, 400, "size_not_ready", "options"),
-        ({"width": 4096, "options": {"hires": 8.0}}, 400, "invalid_value", "options"),
-        ({"options": {"hires": 2.0}, "image": APPLE, "strength": 0.5}, 400, "invalid_value", "options"),
-        ({"options": {"sampler_settings": {"eta": 1}}}, 400, "invalid_value", "options"),
-        ({"options": {"guidance_steps": [1e30]}}, 400, "invalid_value", "options"),
         ({"options": {"guidance_method": "apg"}}, 400, "not_compiled", "options"),
         ({"prompt": "apple " * 100, "options": {"prompt_syntax": "a1111"}}, 400, "prompt_too_long", "prompt"),
         ({"prompt": "a cat AND a dog", "options": {"prompt_syntax": "a1111"}}, 400, "not_compiled", "prompt"),
-        ({"upscale": 2.0}, 400, "invalid_value", "upscale"),
-        ({"upscale": 2.0, "image": APPLE, "width": 64}, 400, "invalid_value", "width"),
-        ({"upscale": 2.0, "image": APPLE, "mask": APPLE}, 400, "invalid_value", "mask"),
-        ({"upscale": 2.0, "image": APPLE, "n": 2}, 400, "invalid_value", "n"),
-        ({"upscale": 16.0, "image": APPLE}, 400, "invalid_value", "upscale"),
-        ({"upscale": 2.0, "image": APPLE, "options": {"outpaint": 8}}, 400, "invalid_value", "options"),
     ],
 )
 def test_what_cannot_be_done_is_said_at_once(
@@ -758,9 +745,10 @@ def test_two_models_share_little_memory(tmp_path: Any) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_weights_that_wait_in_the_hosts_memory() -> None:
     """The denoiser stays on the devices; of the others, one at a time counts. A model that is taken off comes back."""
-    waiting = canvax.load("emoji", progress=False, mesh=ONE, offload=True)
+    waiting = canvax.load("emoji", progress=False, mesh=PIPE.mesh, offload=True)
     served = models.ServedModel("emoji", lambda name: waiting)
     params = served.loaded_params()
     assert {name for name in params if waits(params[name])} == {"text_encoder", "vae"}
@@ -782,7 +770,7 @@ def test_weights_that_wait_in_the_hosts_memory() -> None:
 
 def test_streamed_weights() -> None:
     """They are no bytes of the devices. A model that is taken off comes back streamed, whatever is there then."""
-    pipe, asked = canvax.load("emoji", progress=False, mesh=ONE, offload="layers"), []
+    pipe, asked = canvax.load("emoji", progress=False, mesh=PIPE.mesh, offload="layers"), []
 
     def again(name: str, **pinned: Any) -> Any:
         asked.append(pinned)

@@ -18,7 +18,6 @@ import pytest
 from safetensors.numpy import save_file
 from starlette.testclient import TestClient
 
-import canvax
 from canvax.errors import CanvaxError, InputError
 from canvax.server.app import Settings, create_app
 from canvax.server.control import publicly
@@ -28,11 +27,11 @@ from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import ServedModel, model_names
 from canvax.server.work import check
-from tests.support import server_stub
-from tests.support.server_stub import StubEngine, accept
+from tests.support.drawing import small_emoji
+from tests.support.server_stub import CARD, StubEngine, accept
 from tests.support.serving import request, until, web
 
-PIPE = canvax.load("emoji", progress=False)
+PIPE = small_emoji()
 MODEL = PIPE.model
 
 # Names.
@@ -52,11 +51,10 @@ MODEL = PIPE.model
     [("/v1/images/generations", {"prompt": "x"}), ("/v1/images/generations", {"prompt": "x", "stream": True}),
      ("/sdapi/v1/txt2img", {"prompt": "x"}), ("/hf", {"inputs": "x"})],
 )  # fmt: skip
-def test_any_model_name_fits_into_a_header(
-    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], name: str, header: str
-) -> None:
-    monkeypatch.setattr(server_stub, "CARD", replace(server_stub.CARD, id=name))
-    app = create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics())
+def test_any_model_name_fits_into_a_header(path: str, body: dict[str, Any], name: str, header: str) -> None:
+    engine = StubEngine()
+    engine.cards = (replace(CARD, id=name),)
+    app = create_app(engine, Settings(), state=lambda: State.READY, metrics=Metrics())
     answer = TestClient(app, base_url="http://localhost").post(path, json=body)
     assert answer.status_code == 200
     assert answer.headers["x-canvax-model"] == header

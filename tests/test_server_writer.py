@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
-import canvax
 from canvax.server import writing
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.files import image_file
@@ -22,10 +20,10 @@ from canvax.server.jobs import Job, JobRequest, Rejected, State, Status
 from canvax.server.jobs_api import job_json
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
+from tests.support.drawing import small_emoji
 from tests.support.serving import until
 
-ONE = canvax.make_mesh(jax.devices()[:1])
-PIPE = canvax.load("emoji", progress=False, mesh=ONE)
+PIPE = small_emoji()
 
 
 def started(**settings: Any) -> ImageEngine:

@@ -38,6 +38,7 @@ from canvax.models.krea2 import DROPPED
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.pipelines.generate import sampler_table
+from canvax.pipelines.hints import hints
 from canvax.pipelines.request import make_request
 from canvax.pipelines.shares import shares_of
 from canvax.samplers import build_table
@@ -271,6 +272,9 @@ def test_what_it_does_not_do(model: Model, refused: list[tuple[str, dict[str, An
         with pytest.raises(canvax.InputError) as caught:
             model.draw(**{"options": None, "latents": None, **changes})
         assert caught.value.argument == argument, changes
+    request = make_request(model.ours.model, Call("a (red:1.2) fox"))
+    (hint,) = [hint for hint in hints(model.ours.model, request) if hint.argument == "prompt"]
+    assert "prompt_syntax" not in hint.cure  # which would be refused
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,23 @@ def krea2(pipe: Any, noisy: Any, sigmas: Any, texts: list[str]) -> Any:
     return squares.permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
 
 
+def flux(pipe: Any, noisy: Any, sigmas: Any, texts: list[str]) -> Any:
+    """That of FLUX.1-dev, at a guidance scale of 1."""
+    with torch.no_grad():
+        text, pooled, text_ids = pipe.encode_prompt(texts, None)
+    batch, channels, height, width = noisy.shape
+    ids = pipe._prepare_latent_image_ids(batch, height // 2, width // 2, noisy.device, noisy.dtype)
+    output = pipe.transformer(
+        hidden_states=pipe._pack_latents(noisy, batch, channels, height, width), timestep=sigmas,
+        guidance=torch.ones(batch), pooled_projections=pooled, encoder_hidden_states=text, txt_ids=text_ids,
+        img_ids=ids, return_dict=False,
+    )[0]  # fmt: skip
+    squares = output.reshape(batch, height // 2, width // 2, channels, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
+
+
 FAMILIES: dict[str, Any] = {
+    "flux": (build_flux, diffusers.FluxPipeline, flux),
     "flux2": (build_flux2, diffusers.Flux2KleinPipeline, flux2),
     "z-image": (build_z_image, diffusers.ZImagePipeline, z_image),
     "krea-2": (build_krea2, diffusers.Krea2Pipeline, krea2),
@@ -118,6 +134,7 @@ def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training
     ("family", "layers", "remat", "prior"),
     [
         ("flux2", "transformer", True, False),
+        ("flux", "transformer", True, False),
         pytest.param("z-image", "all", False, True, marks=pytest.mark.weekly),
         pytest.param("krea-2", "attention", True, False, marks=pytest.mark.weekly),
     ],
@@ -140,8 +157,9 @@ def test_lora(
     assert file is not None
     pipe = kind.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
-    for part in ("transformer", "vae", "text_encoder"):
-        getattr(pipe, part).requires_grad_(False)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False)
     modules = with_peft(pipe, seen["start"], lora)
     ours = canvax.load(folder, dtype="float32", mesh=one_device())
     schedule = pipe.scheduler
@@ -176,7 +194,7 @@ def test_lora(
     theirs = kind.from_pretrained(folder)
     theirs.load_lora_weights(file.parent, weight_name=file.name)
     theirs.set_progress_bar_config(disable=True)
-    tensor = packed(noise) if family == "krea-2" else nchw(noise)
+    tensor = packed(noise) if family in ("krea-2", "flux") else nchw(noise)
     want = theirs(**call, latents=tensor, output_type="np", guidance_scale=ours.model.defaults.guidance_scale).images
     assert psnr(got, want) > 60
     assert psnr(got, plain) < 50
@@ -389,6 +407,10 @@ def test_times_are_those_of_the_family(
 
 def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_path: Path) -> None:
     run = training(checkpoints["flux2"], tmp_path / "run", pictures)
+    fill = training(build_flux(tmp_path / "fill", kind="fill"), tmp_path / "run", pictures)
+    with pytest.raises(InputError) as caught:
+        train_lora(fill, Lora(), one_device())
+    assert caught.value.argument == "model"
     for argument, begin in {
         "model": lambda: finetune(run, one_device()),
         "quantize": lambda: finetune(replace(run, quantize="int8"), one_device()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -14,6 +15,12 @@ from canvax.parallel.mesh import make_mesh
 
 def one_device() -> Mesh:
     return make_mesh(jax.devices()[:1])
+
+
+@cache
+def small_emoji() -> canvax.Pipeline:
+    """The bundled model on one device, for all modules of servers: it is read once, and its programs are shared."""
+    return canvax.load("emoji", progress=False, mesh=one_device())
 
 
 def draw(pipe: canvax.Pipeline, prompt: Any = "a cat", **changes: Any) -> canvax.Result:

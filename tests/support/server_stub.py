@@ -128,7 +128,7 @@ class StubEngine:
         if not 0 <= seed < 2**64:
             raise Rejected(400, "invalid_value", "seed must be in 0..2**64-1", param="seed")
         pictures = [Picture(i, (seed + i) % 2**64, width, height, steps) for i in range(ask.n)]
-        job = Job(ask, ask.model or CARD.id, pictures, cancel=self._cancel)
+        job = Job(ask, ask.model or self.cards[0].id, pictures, cancel=self._cancel)
         job.hints = self.hints
         with self.book.lock:
             if earlier := self.book.earlier(ask):

@@ -48,7 +48,7 @@ def using(form: Callable[..., Array]) -> Iterator[None]:
     """
     token = _replacement.set(form)
     try:
-        with replacing(__name__, "using", form), _traced_with(form):
+        with replacing(__name__, "using", form), _traced_with(id(form)):  # it need not be hashable, and is kept alive
             yield
     finally:
         _replacement.reset(token)

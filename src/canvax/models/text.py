@@ -174,7 +174,9 @@ class TextEncoder:
         del options
         text, most = "".join(piece for piece, _ in pieces), self.room(self.lengths[-1])
         if any(weight != 1 for _, weight in pieces):
-            raise InputError("prompt", "has weights or BREAK, which a language model does not read", value=text[:60])
+            problem = "has weights or BREAK, which a language model does not read"
+            cure = "take them out, or give {prompt_syntax='plain'}, which reads brackets as text"
+            raise InputError("prompt", problem, cure=cure, value=text[:60])
         if (length := self.count(tokenizer, text, images)) > most:
             raise InputError("prompt", f"has {length} tokens, more than {most}", cure="shorten it", value=text[:60])
         return Words(length, text, images)

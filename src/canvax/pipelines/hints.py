@@ -13,6 +13,7 @@ from canvax.call import STRENGTH
 from canvax.errors import HintWarning
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
+from canvax.models.clip import clip_configs
 from canvax.pipelines.generate import larger_side, sampler_table, work
 from canvax.pipelines.request import InitImages, Request, usual_guidance
 from canvax.prompts import words_of
@@ -180,15 +181,17 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning("hires", problem, value=times)
     negatives = list(filter(None, dict.fromkeys(request.negatives)))
     second = [prompt for prompt in dict.fromkeys(request.hires_prompts) if prompt not in prompts]
-    yield from _of_words(list(prompts), negatives, second, syntax, added)
+    unweighted = "" if clip_configs(model.text) else f"{model.name} reads no weights of words; take them out"
+    yield from _of_words(list(prompts), negatives, second, syntax, added, unweighted)
 
 
 def _of_words(
-    prompts: list[str], negatives: list[str], second: list[str], syntax: str, added: set[str]
+    prompts: list[str], negatives: list[str], second: list[str], syntax: str, added: set[str], unweighted: str
 ) -> Iterator[HintWarning]:
     """Yield hints about syntax in the prompts that is read as text, probably by mistake.
 
-    ``second`` are prompts of a second pass; ``added`` are words of textual inversions.
+    ``second`` are prompts of a second pass; ``added`` are words of textual inversions; ``unweighted`` is the cure for
+    weights if the model reads none.
     """
 
     def as_text(words: str, cure: str, name: str = "prompt") -> HintWarning:
@@ -207,11 +210,11 @@ def _of_words(
         if network := _first(NETWORK, elsewhere):
             yield as_text(network, "name adapters in the prompt", name)
     if syntax == "plain" and (weight := _first(_WEIGHT, texts)):
-        yield as_text(weight, "{prompt_syntax='a1111'} reads it as a weight")
+        yield as_text(weight, unweighted or "{prompt_syntax='a1111'} reads it as a weight")
     elif syntax == "plain" and (words := _first(_WORDS, (text for text in texts if not text.isupper()))):
         yield as_text(words, "{prompt_syntax='a1111'} reads it as A1111 does")
     elif syntax == "plain" and (weight := _first(_COMPEL, texts)):
-        yield as_text(weight, "{prompt_syntax='compel'} reads it as a weight")
+        yield as_text(weight, unweighted or "{prompt_syntax='compel'} reads it as a weight")
 
 
 def _first(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:

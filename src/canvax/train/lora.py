@@ -149,7 +149,7 @@ class Lora(LoraRecord):
             "modelspec.trigger_phrase": self.trigger,
             "ss_sd_model_name": written({"model": model.name})["model"],
             "ss_output_name": title,
-            **recorded(training, {**training.record(model), **self.changed}),
+            **recorded(training, model.overrides, self.changed),
         }
         low_rank.write_factors(
             target,

@@ -24,7 +24,7 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 """Prefixes of these parts in a single file."""
 
 INSIDE = {"text_encoder": "text_encoders.", "text_encoder_2": "text_encoders.", "vae": "vae."}
-"""Prefixes of the parts beside a transformer in ComfyUI's file of a whole model, by argument of ``canvax.load``."""
+"""Prefixes of the parts next to a transformer in ComfyUI's file of a whole model, by argument of ``canvax.load``."""
 
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
