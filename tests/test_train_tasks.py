@@ -618,9 +618,9 @@ def test_a_word(model: Path, pictures: Path, tmp_path: Path) -> None:
 def test_files_of_a_word_on_the_way(tmp_path: Path) -> None:
     rows = {part: {"rows": np.ones((1, 4), np.float32)} for part in ("text_encoder", "text_encoder_2")}
     inversion = Inversion("<a>", "toy")
-    unused: Any = None
+    model: Any = SimpleNamespace(overrides={})
     run = training(tmp_path, tmp_path, tmp_path)
-    inversion.save(task.numbered(inversion.files(tmp_path)[0], 500), unused, {}, rows, run)
+    inversion.save(task.numbered(inversion.files(tmp_path)[0], 500), model, {}, rows, run)
     names = {"learned_embeds-000500.safetensors", "learned_embeds_2-000500.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
