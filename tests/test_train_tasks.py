@@ -332,6 +332,7 @@ def test_files_are_what_was_trained(model: Path, pictures: Path, tmp_path: Path,
     factors = jax.tree.map(lambda leaf: (leaf + rng.uniform(0.1, 0.2, leaf.shape)).astype(np.float32), before.trained)
     changed = lora.shown(loaded.model, params, factors)
     file = lora.save(tmp_path / "file.safetensors", loaded.model, {}, factors, run)
+    assert json.loads(read_metadata(file)["canvax.training"]).items() >= lora.changed.items()
     loaded.adapters.load("mine", file)
     for component in factors:
         unchanged = dict(flatten(lora.shown(loaded.model, params, before.trained)[component]))
