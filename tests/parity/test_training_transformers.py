@@ -31,6 +31,7 @@ from canvax.train import inputs
 from canvax.train import task as tasks
 from canvax.train.finetune import finetune
 from canvax.train.lora import Lora, train_lora
+from canvax.train.pictures import METADATA
 from canvax.train.task import Subject, Training
 
 from .families import (
@@ -206,6 +207,111 @@ def test_lora(
     for name, pair in factors.items():
         np.testing.assert_array_equal(pair["down"].T, saved[f"transformer.{name}.lora_A.weight"])
         assert pair["up"].any()
+
+
+@pytest.fixture(scope="module")
+def edits(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pictures, each with two references of other sizes; the first one in a folder of its own, too."""
+    folder = shutil.copytree(pictures, tmp_path_factory.mktemp("edits") / "p")
+    (folder.parent / "before").mkdir()
+    rng, rows = np.random.default_rng(5), [json.loads(line) for line in (folder / METADATA).read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["reference"] = [f"before{i}.png", f"style{i}.png"]
+        for name, size in zip(row["reference"], [(32, 48), (48, 32)][:: 1 if i % 2 else -1], strict=True):
+            size = size if name[0] == "s" or i else (32, 32)
+            small = rng.integers(0, 256, (4, 4, 3)).astype(np.uint8)
+            Image.fromarray(small).resize(size).save(folder / name)
+        shutil.copy(folder / row["reference"][0], folder.parent / "before" / f"image{i}.png")
+    (folder / METADATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def tensors(folder: Path, names: list[str]) -> list[Any]:
+    """Images in -1..1, as pipelines of diffusers encode them."""
+    arrays = [np.asarray(Image.open(folder / name).convert("RGB"), np.float32) for name in names]
+    return [nchw(array[None] / 127.5 - 1) for array in arrays]
+
+
+def flux2_edit(pipe: Any, noisy: Any, sigmas: Any, text: str, images: list[Any]) -> Any:
+    """Velocity of FLUX.2 klein for one image with references."""
+    with torch.no_grad():
+        features, text_ids = pipe.encode_prompt([text], text_encoder_out_layers=(9, 18, 27))
+        tokens, ids = pipe.prepare_image_latents(images, 1, None, noisy.device, noisy.dtype)
+    packed, own = pipe._pack_latents(noisy), pipe._prepare_latent_ids(noisy)
+    output = pipe.transformer(
+        hidden_states=torch.cat([packed, tokens], 1), timestep=sigmas, guidance=None, encoder_hidden_states=features,
+        txt_ids=text_ids, img_ids=torch.cat([own, ids], 1), return_dict=False,
+    )[0]  # fmt: skip
+    return output[:, : packed.shape[1]].transpose(1, 2).reshape(noisy.shape)
+
+
+def kontext_edit(pipe: Any, noisy: Any, sigmas: Any, text: str, images: list[Any]) -> Any:
+    """That of FLUX.1 Kontext, which has one reference, at a guidance scale of 1."""
+    channels, height, width = noisy.shape[1:]
+    with torch.no_grad():
+        features, pooled, text_ids = pipe.encode_prompt(text, None)
+        _, tokens, own, ids = pipe.prepare_latents(
+            images[0], 1, channels, 8 * height, 8 * width, noisy.dtype, noisy.device, None, latents=noisy
+        )
+    packed = pipe._pack_latents(noisy, 1, channels, height, width)
+    output = pipe.transformer(
+        hidden_states=torch.cat([packed, tokens], 1), timestep=sigmas, guidance=torch.ones(1),
+        pooled_projections=pooled, encoder_hidden_states=features, txt_ids=text_ids, img_ids=torch.cat([own, ids], 0),
+        return_dict=False,
+    )[0][:, : packed.shape[1]]  # fmt: skip
+    squares = output.reshape(1, height // 2, width // 2, channels, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
+
+
+@pytest.mark.parametrize(("kind", "pipeline", "velocity"), [
+    ("flux2", diffusers.Flux2KleinPipeline, flux2_edit),
+    ("kontext", diffusers.FluxKontextPipeline, kontext_edit),
+])  # fmt: skip
+def test_edit_pairs(
+    edits: Path,
+    seen: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    pipeline: Any,
+    velocity: Any,
+) -> None:
+    """References of several sizes; of Kontext one each, from a second folder."""
+    monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((48, 32), (32, 48), (32, 32)))
+    folder = build_flux2(tmp_path / "model") if kind == "flux2" else build_flux(tmp_path / "model", kind="kontext")
+    lora, source, second = Lora(rank=3, alpha=6.0, layers="transformer"), edits, None
+    if kind == "kontext":
+        source, second = shutil.copytree(edits, tmp_path / "p"), edits.parent / "before"
+        rows = [json.loads(line) for line in (source / METADATA).read_text().splitlines()]
+        rows = [{"file_name": row["file_name"], "text": row["text"]} for row in rows]
+        (source / METADATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = training(folder, tmp_path / "run", source, references=second)
+    file = train_lora(run, lora, one_device())
+    assert file is not None
+    pipe = pipeline.from_pretrained(folder)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False)
+    modules, schedule, latents = with_peft(pipe, seen["start"], lora), pipe.scheduler, seen["data"]["latents"]
+    empty = seen["shared"]["empty"]["text"]
+    names = [[f"before{i}.png", f"style{i}.png"][: 1 + (kind == "flux2")] for i in range(len(WORDS))]
+    images = [tensors(edits, of_image) for of_image in names]
+
+    def loss_of(drawn: Any) -> Any:
+        order = len(schedule.timesteps) - 1 - torch.from_numpy(drawn.times).long()
+        sigmas, total = (schedule.timesteps / schedule.config.num_train_timesteps)[order], torch.zeros(())
+        x0, noise = nchw(drawn.x0), nchw(drawn.noise)
+        for i in range(BATCH):
+            (which,) = (n for n, kept in enumerate(latents) if np.array_equal(kept[0], drawn.x0[i]))
+            text = "" if np.array_equal(drawn.captions["text"][i], empty) else WORDS[which]
+            one, level = slice(i, i + 1), sigmas[i]
+            output = velocity(pipe, (1 - level) * x0[one] + level * noise[one], sigmas[one], text, images[which])
+            total = total + torch.nn.functional.mse_loss(output, noise[one] - x0[one]) / BATCH
+        return total
+
+    parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    check_losses(losses(tmp_path / "run" / "lora"), pytorch_losses(seen, parameters, loss_of))
+    check_factors(load_file(file), modules)
 
 
 @pytest.mark.parametrize(("build", "layer"), [
