@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import canvax
 from canvax.errors import InputError
+from canvax.models.denoiser import evaluate
 from canvax.params import flatten, unflatten
 from canvax.quantize import SCALE
 from canvax.train import inputs
@@ -35,6 +36,7 @@ from canvax.train.pictures import METADATA
 from canvax.train.task import Subject, Training
 
 from .families import (
+    EDIT_PIXELS,
     build_anima,
     build_flux,
     build_flux2,
@@ -42,10 +44,11 @@ from .families import (
     build_krea2,
     build_qwen,
     build_qwen_1,
+    build_qwen_edit,
     build_z_image,
     packed,
 )
-from .reference import nchw, psnr
+from .reference import nchw, psnr, relative_error
 from .test_training import (
     BATCH,
     PLAN,
@@ -312,6 +315,49 @@ def test_edit_pairs(
     parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     check_losses(losses(tmp_path / "run" / "lora"), pytorch_losses(seen, parameters, loss_of))
     check_factors(load_file(file), modules)
+
+
+@pytest.fixture
+def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of references that take less time."""
+    monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+    monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((48, 32), (32, 48), (32, 32)))
+    for name in ("qwen_image", "qwen_image_1"):
+        monkeypatch.setattr(f"canvax.models.{name}.REFERENCE_PIXELS", EDIT_PIXELS["VAE_IMAGE_SIZE"])
+    monkeypatch.setattr("canvax.models.qwen25_vision.VIEWED_PIXELS", EDIT_PIXELS["CONDITION_IMAGE_SIZE"])
+
+
+@pytest.mark.usefixtures("small_references")
+@pytest.mark.parametrize("build", [
+    build_flux2, partial(build_flux3, distilled=False), partial(build_flux, kind="kontext"), build_qwen, build_qwen_edit,
+], ids=["flux2", "flux3", "kontext", "qwen", "qwen-edit"])  # fmt: skip
+def test_references_are_read_as_in_a_call(
+    edits: Path, seen: dict[str, Any], tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step reads gives the output of the call with the same noise, of captions and of the empty one."""
+    folder = build(tmp_path / "model")
+    monkeypatch.setattr(inputs, "available_bytes", lambda: 4)  # what is on disk is read in each step
+    run = training(folder, tmp_path / "run", edits, plan=replace(PLAN, steps=2))
+    assert train_lora(run, Lora(rank=3), one_device())
+    pipe = canvax.load(folder, dtype="float32", mesh=one_device())
+    data = jax.tree.map(lambda leaf: leaf[:], seen["data"])
+    denoiser: Any = pipe.model.networks.denoiser
+    shape = pipe.model.networks.latent_shape(1, 64, 64)
+    noise = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    empty = data.get("empty") or jax.tree.map(lambda leaf: np.stack([[leaf]] * len(WORDS)), seen["shared"]["empty"])
+    for captions, words in ((data["captions"], WORDS), (empty, [""] * len(WORDS))):
+        for i in (0, 3):
+            conditions = {name: array[i, :1] for name, array in captions.items()}
+            references = {name: array[i : i + 1] for name, array in data["references"].items()}
+            conditions["references"] = {**references, "tokens": references["tokens"][:, 0]}
+            if denoiser.facts.embeds_guidance:
+                conditions["guidance"] = np.ones(1, np.float32)
+            given = jax.tree.map(np.asarray, conditions)
+            velocity = evaluate(denoiser, pipe.params[denoiser.component], noise, np.float32([1000]), given)
+            images = [edits / f"{name}{i}.png" for name in ("before", "style")]
+            call: dict[str, Any] = {"height": 64, "width": 64, "sigmas": [1.0], "guidance_scale": 1.0}
+            result = pipe(words[i], image=images, latents=noise, progress=False, **call)
+            assert relative_error(noise - np.asarray(velocity), result.latents) < 1e-4
 
 
 @pytest.mark.parametrize(("build", "layer"), [
