@@ -329,7 +329,8 @@ def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_references")
 @pytest.mark.parametrize("build", [
-    build_flux2, partial(build_flux3, distilled=False), partial(build_flux, kind="kontext"), build_qwen, build_qwen_edit,
+    build_flux2, partial(build_flux3, distilled=False), partial(build_flux, kind="kontext"), build_qwen,
+    build_qwen_edit,
 ], ids=["flux2", "flux3", "kontext", "qwen", "qwen-edit"])  # fmt: skip
 def test_references_are_read_as_in_a_call(
     edits: Path, seen: dict[str, Any], tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
@@ -358,6 +359,105 @@ def test_references_are_read_as_in_a_call(
             call: dict[str, Any] = {"height": 64, "width": 64, "sigmas": [1.0], "guidance_scale": 1.0}
             result = pipe(words[i], image=images, latents=noise, progress=False, **call)
             assert relative_error(noise - np.asarray(velocity), result.latents) < 1e-4
+
+
+def write_edits(folder: Path, count: int, size: tuple[int, int] = (32, 32)) -> Path:
+    """Images that are their references with the colours turned around, in folders ``after`` and ``before``."""
+    rng = np.random.default_rng(7)
+    for name in ("after", "before"):
+        (folder / name).mkdir(parents=True)
+    for i in range(count):
+        side = size if i % 2 else size[::-1]
+        small = Image.fromarray(rng.integers(0, 256, (2, 2, 3)).astype(np.uint8)).resize(side)
+        small.save(folder / "before" / f"{i}.png")
+        Image.fromarray(255 - np.asarray(small)).save(folder / "after" / f"{i}.jpg")
+        (folder / "after" / f"{i}.txt").write_text("turn the colours around")
+    return folder
+
+
+def test_an_edit_is_learned(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The loss falls to less than half."""
+    for i in range(2):
+        for kind, shade in (("before", 255 * i), ("after", 255 * (1 - i))):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            Image.new("RGB", (32, 32), (shade,) * 3).save(tmp_path / kind / f"{i}.png")
+            (tmp_path / kind / f"{i}.txt").write_text("turn the colours around")
+    run = training(
+        checkpoints["flux2"], tmp_path / "run", tmp_path / "after", references=tmp_path / "before", empty=0.0,
+        plan=replace(PLAN, steps=60, chunk=10, learning_rate=0.02),
+    )  # fmt: skip
+    assert train_lora(run, Lora(rank=4, layers="all"), one_device())
+    rows = losses(tmp_path / "run" / "lora")
+    assert rows[-1] < 0.5 * rows[0], rows
+
+
+@pytest.mark.usefixtures("small_references")
+def test_a_stopped_run_on_pairs(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With buckets, mirrored images, a mask, and references that are read in each step; bit for bit."""
+    pairs, words = write_edits(tmp_path / "p", 6, (64, 32)), list[str]()
+    Image.new("L", (64, 32), 99).save(pairs / "after" / "1-masklabel.png")
+    more: dict[str, Any] = {"flip": True, "buckets": True, "bucket_step": 16, "size": 48, "prompts": ("turn",)}
+    more |= {"references": pairs / "before", "plan": replace(PLAN, steps=4), "encoded": tmp_path / "e"}
+    whole = training(checkpoints["flux2"], tmp_path / "whole", pairs / "after", **more)
+    assert train_lora(whole, Lora(rank=2), one_device(), say=words.append)
+    assert any("with 1 reference images each" in text for text in words)
+    assert any("encoding 12 of 12 references" in text for text in words)
+    monkeypatch.setattr(inputs, "available_bytes", lambda: 4)
+    monkeypatch.setattr(inputs, "encode_pictures", lambda *_, **__: pytest.fail("images were encoded"))
+    parts = replace(whole, folder=tmp_path / "parts")
+    for _ in range(10):
+        if file := train_lora(parts, Lora(rank=2), one_device(), deadline=0.0):
+            break
+    assert file is not None
+    assert losses(tmp_path / "parts" / "lora") == losses(tmp_path / "whole" / "lora")
+    # Previews are those of a call with the first references.
+    (preview,) = (tmp_path / "whole" / "previews").glob("*.png")
+    pipe = canvax.load(checkpoints["flux2"], dtype="float32", mesh=one_device())
+    pipe.adapters.load("mine", file)
+    want = pipe("turn", image=pairs / "before" / "0.png", seed=0, progress=False).images[0]
+    other = pipe("turn", image=pairs / "before" / "2.png", seed=0, progress=False).images[0]
+    got = np.asarray(Image.open(preview))[: want.height, : want.width] / 255
+    assert psnr(got, np.asarray(want) / 255) > 45
+    assert psnr(got, np.asarray(other) / 255) < 40
+    # Another reference is another run.
+    Image.new("RGB", (32, 32)).save(pairs / "before" / "3.png")
+    monkeypatch.undo()
+    with pytest.raises(InputError) as caught:
+        train_lora(replace(parts, plan=replace(PLAN, steps=9)), Lora(rank=2), one_device())
+    assert "pictures" in str(caught.value)
+
+
+def test_pairs_that_are_refused(checkpoints: dict[str, Path], edits: Path, pictures: Path, tmp_path: Path) -> None:
+    pairs = write_edits(tmp_path / "p", 3)
+    klein, before, z_image = checkpoints["flux2"], pairs / "before", checkpoints["z-image"]
+    some, few = shutil.copytree(edits, tmp_path / "some"), shutil.copytree(before, tmp_path / "few")
+    rows = [json.loads(line) for line in (some / METADATA).read_text().splitlines()]
+    del rows[1]["reference"]
+    (some / METADATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (few / "1.png").unlink()
+    tiny = shutil.copytree(before, tmp_path / "tiny")
+    Image.new("RGB", (4, 4)).save(tiny / "0.png")
+    for name, run in {
+        "references": [
+            training(z_image, tmp_path / "run", pairs / "after", references=before),
+            training(z_image, tmp_path / "run", edits),
+            training(klein, tmp_path / "run", pairs / "after", references=tmp_path / "nowhere"),
+            training(klein, tmp_path / "run", pairs / "after", references=few),
+            training(klein, tmp_path / "run", pairs / "after", references=pictures),
+            training(klein, tmp_path / "run", pairs / "after", references=tiny),
+            training(klein, tmp_path / "run", some),
+            training(klein, tmp_path / "run", edits, references=before),
+            training(klein, tmp_path / "run", edits, regularisation=pictures),
+            training(build_qwen(tmp_path / "qwen"), tmp_path / "run", edits, flip=True),
+            training(tmp_path / "qwen", tmp_path / "run", edits, prompts=("a",)),
+        ],
+        "validation": [training(klein, tmp_path / "run", edits, validation=pictures)],
+    }.items():
+        for each in run:
+            with pytest.raises(InputError) as caught:
+                train_lora(each, Lora(rank=2), one_device())
+            assert caught.value.argument == name, caught.value
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("build", "layer"), [
