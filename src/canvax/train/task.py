@@ -35,7 +35,7 @@ from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import Pipeline
-from canvax.pipelines.references import check_editing, reference_sizes
+from canvax.pipelines.references import reference_sizes
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
@@ -604,7 +604,8 @@ def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model:
     size = size_of(training, model)
     square, fitted = (size, size), _buckets(training, size, model)
     read = partial(
-        _read, training=training, captions=subject.captions, control=subject.control_column, paired=True
+        _read, training=training, captions=subject.captions, control=subject.control_column,
+        paired=aim.for_transformers or training.references is not None,
     )  # fmt: skip
     sizes_read = partial(_reference_sizes, model=model)
     items, left_out, validation = items_of(read(training.pictures), fitted, read=sizes_read), 0, list[Item]()
@@ -643,7 +644,10 @@ def _reference_sizes(sizes: Sequence[Size], model: Model) -> Sequence[Size]:
     Raises:
         InputError: it reads none, or one is too small.
     """
-    check_editing(model.networks, model.name)
+    if not model.networks.denoiser.facts.edits:
+        problem = f"are for models that edit, and {model.name} is none"
+        cure = f"take another model, or leave out the folder or the column {REFERENCE!r}"
+        raise InputError("references", problem, cure=cure)
     return reference_sizes(list(sizes), model.native_size, model.networks)
 
 
