@@ -583,7 +583,8 @@ class Inputs:
         text += (f", {first.masks} of them masked" if first.masks else "") + cropped(self.items)
         text += "".join(f", {name} {repeats} times" for name, repeats in first.repeated.items())
         if counts := sorted({len(item.references) for item in self.items if item.references}):
-            text += f", with {' to '.join(map(str, counts[:1] + counts[1:][-1:]))} reference images each"
+            several = " to ".join(map(str, counts[:1] + counts[1:][-1:]))
+            text += f", with {several} reference image{'s' * (counts != [1])} each"
         for _ in others:
             more = [item for item in self.items if item.folder is not first]
             counts = sorted({item.repeats for item in more})
