@@ -28,6 +28,7 @@ from canvax.train import diffusion, inputs, task
 from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
 from canvax.train.dataset import Dataset
 from canvax.train.diffusion import denoising_data, denoising_loss, draw, validation_errors
+from canvax.train.finetune import finetune
 from canvax.train.inputs import Item, evened, held_out, items_of, shuffled
 from canvax.train.kept import Store
 from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
@@ -272,6 +273,44 @@ def test_the_file_has_the_settings_of_its_run(tmp_path: Path) -> None:
     wanted = {"steps": 6, "batch": 2, "learning_rate": 1e-3, "size": 64, "regularisation": "reg"}
     assert settings | more | wanted == settings
     assert not settings.keys() & {"empty", "gamma", "model", "pictures", "folder"}
+
+
+# References
+
+
+def test_references_of_pictures(tmp_path: Path, model: Path) -> None:
+    """By the column or by a second folder; only a LoRA reads the column, and Stable Diffusion refuses it."""
+    pictures = write_shapes(tmp_path / "p" / "train")
+    names = {name: [f"{name}.png", "a.png"][: 1 + (name != "a")] for name in SHAPES}
+    rows = [{"file_name": f"{name}.png", "text": name, "reference": of_each} for name, of_each in names.items()]
+    rows[0]["reference"] = "a.png"
+    (pictures / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = write_shapes(tmp_path / "before" / "train")
+    for file in [*before.iterdir()]:
+        if file.suffix == ".txt":
+            file.unlink()
+        elif file.stem != "a":
+            Image.open(file).save(file.with_suffix(".webp"), lossless=True)
+            file.unlink()
+    both = open_pictures(tmp_path / "p", reference_column="reference")
+    assert [list(files) for files in both.references] == [[f"train/{n}" for n in of_each] for of_each in names.values()]
+    assert [size for size, _ in both.pair(1)] == [SHAPES["b"][::-1], SHAPES["a"][::-1]]
+    assert [len(part) for part in both.select([2, 0]).references] == [2, 1]
+    assert not open_pictures(tmp_path / "p").references
+    second = open_pictures(tmp_path / "p", references=tmp_path / "before")
+    for i, name in enumerate(SHAPES):
+        (image,), (found,) = second.reference(i), second.pair(i)
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(pictures / f"{name}.png")))
+        assert found[0] == SHAPES[name][::-1]
+    with refused("references"):
+        open_pictures(tmp_path / "p", references=tmp_path / "before", reference_column="reference")
+    (before / "c.webp").unlink()
+    with refused("references"):
+        open_pictures(tmp_path / "p", references=tmp_path / "before")
+    run = training(model, tmp_path / "p", tmp_path / "run")
+    with refused("references"):
+        train_lora(run, Lora(rank=2), one())
+    assert finetune(replace(run, plan=replace(PLAN, steps=1)), one())
 
 
 # What is kept on disk

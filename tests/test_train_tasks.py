@@ -837,6 +837,9 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["lora", "{p}", "--buckets", "--bucket-max", "8"], "--buckets"),
         (["lora", "{p}", "--regularisation", "nowhere"], "--regularisation"),
         (["lora", "{p}", "--prior-loss-weight", "2"], "--regularisation-weight"),
+        (["lora", "{p}", "--references", "nowhere"], "--references"),
+        (["lora", "{p}", "--references", "{p}"], "--references"),
+        (["finetune", "{p}", "--references", "{p}"], "--references"),
         (["dreambooth", "{p}", "-p", "sks", "--buckets", "--class-prompt", "a"], "--class-prompt"),
         (["lora", "{p}", "--save_every_n_epochs", "1"], "--save-every"),
         (["lora", "{p}", "--empty-captions", "1"], "--empty-captions"),
@@ -881,6 +884,7 @@ def test_flags_make_the_records() -> None:
     words += ["--enable-bucket", "--bucket-reso-steps", "32", "--min-bucket-reso", "48", "--bucket-max", "96"]
     words += ["--shuffle-caption", "--keep-tokens", "2", "--noise-offset", "0.05", "--times", "logit-normal"]
     words += ["--encoded", "e", "--validation", "0.1", "--reg-data-dir", "c", "--prior-loss-weight", "0.5"]
+    words += ["--references", "r"]
     lora = ["--rank", "8", "--alpha", "2", "--layers", "all", "--text-encoder", "--text-lr", "1e-5", "--format"]
     lora += ["kohya", "--trigger", "w", "--title", "t", "--from", "f", "--save-dtype", "float16"]
     lora += ["--dora", "--conv-dim", "3", "--ranks", "a=1", "--ranks", "b=2"]
@@ -894,7 +898,7 @@ def test_flags_make_the_records() -> None:
         unmasked_weight=1.0, remat=True, dtype=np.dtype("float32"), quantize="int8", prompts=("a", "b"),
         preview_steps=2, save_steps=3, buckets=True, bucket_step=32, bucket_min=48, bucket_max=96, encoded="e",
         shuffle_captions=True, keep_tokens=2, noise_offset=0.05, times="logit-normal",
-        validation=0.1, regularisation="c", regularisation_weight=0.5,
+        validation=0.1, regularisation="c", regularisation_weight=0.5, references="r",
     )  # fmt: skip
     assert _made(Lora, arguments) == Lora(
         8, 2.0, "all", True, 1e-5, "kohya", "w", "t", "f", "float16", True, 3, {"a": 1, "b": 2}

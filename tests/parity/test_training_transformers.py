@@ -25,15 +25,19 @@ from safetensors.torch import load_file, save_file
 
 import canvax
 from canvax.errors import InputError
+from canvax.models.denoiser import evaluate
 from canvax.params import flatten, unflatten
 from canvax.quantize import SCALE
 from canvax.train import inputs
 from canvax.train import task as tasks
 from canvax.train.finetune import finetune
+from canvax.train.loop import LOG, read_log
 from canvax.train.lora import Lora, train_lora
+from canvax.train.pictures import METADATA
 from canvax.train.task import Subject, Training
 
 from .families import (
+    EDIT_PIXELS,
     build_anima,
     build_flux,
     build_flux2,
@@ -41,10 +45,11 @@ from .families import (
     build_krea2,
     build_qwen,
     build_qwen_1,
+    build_qwen_edit,
     build_z_image,
     packed,
 )
-from .reference import nchw, psnr
+from .reference import nchw, psnr, relative_error
 from .test_training import (
     BATCH,
     PLAN,
@@ -206,6 +211,256 @@ def test_lora(
     for name, pair in factors.items():
         np.testing.assert_array_equal(pair["down"].T, saved[f"transformer.{name}.lora_A.weight"])
         assert pair["up"].any()
+
+
+@pytest.fixture(scope="module")
+def edits(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pictures, each with two references of other sizes; the first one in a folder of its own, too."""
+    folder = shutil.copytree(pictures, tmp_path_factory.mktemp("edits") / "p")
+    (folder.parent / "before").mkdir()
+    rng, rows = np.random.default_rng(5), [json.loads(line) for line in (folder / METADATA).read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["reference"] = [f"before{i}.png", f"style{i}.png"]
+        for name, size in zip(row["reference"], [(32, 48), (48, 32)][:: 1 if i % 2 else -1], strict=True):
+            size = size if name[0] == "s" or i else (32, 32)
+            small = rng.integers(0, 256, (4, 4, 3)).astype(np.uint8)
+            Image.fromarray(small).resize(size).save(folder / name)
+        shutil.copy(folder / row["reference"][0], folder.parent / "before" / f"image{i}.png")
+    (folder / METADATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def tensors(folder: Path, names: list[str]) -> list[Any]:
+    """Images in -1..1, as pipelines of diffusers encode them."""
+    arrays = [np.asarray(Image.open(folder / name).convert("RGB"), np.float32) for name in names]
+    return [nchw(array[None] / 127.5 - 1) for array in arrays]
+
+
+def flux2_edit(pipe: Any, noisy: Any, sigmas: Any, text: str, images: list[Any]) -> Any:
+    """Velocity of FLUX.2 klein for one image with references."""
+    with torch.no_grad():
+        features, text_ids = pipe.encode_prompt([text], text_encoder_out_layers=(9, 18, 27))
+        tokens, ids = pipe.prepare_image_latents(images, 1, None, noisy.device, noisy.dtype)
+    packed, own = pipe._pack_latents(noisy), pipe._prepare_latent_ids(noisy)
+    output = pipe.transformer(
+        hidden_states=torch.cat([packed, tokens], 1), timestep=sigmas, guidance=None, encoder_hidden_states=features,
+        txt_ids=text_ids, img_ids=torch.cat([own, ids], 1), return_dict=False,
+    )[0]  # fmt: skip
+    return output[:, : packed.shape[1]].transpose(1, 2).reshape(noisy.shape)
+
+
+def kontext_edit(pipe: Any, noisy: Any, sigmas: Any, text: str, images: list[Any]) -> Any:
+    """That of FLUX.1 Kontext, which has one reference, at a guidance scale of 1."""
+    channels, height, width = noisy.shape[1:]
+    with torch.no_grad():
+        features, pooled, text_ids = pipe.encode_prompt(text, None)
+        _, tokens, own, ids = pipe.prepare_latents(
+            images[0], 1, channels, 8 * height, 8 * width, noisy.dtype, noisy.device, None, latents=noisy
+        )
+    packed = pipe._pack_latents(noisy, 1, channels, height, width)
+    output = pipe.transformer(
+        hidden_states=torch.cat([packed, tokens], 1), timestep=sigmas, guidance=torch.ones(1),
+        pooled_projections=pooled, encoder_hidden_states=features, txt_ids=text_ids, img_ids=torch.cat([own, ids], 0),
+        return_dict=False,
+    )[0][:, : packed.shape[1]]  # fmt: skip
+    squares = output.reshape(1, height // 2, width // 2, channels, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
+
+
+@pytest.mark.parametrize(("kind", "pipeline", "velocity"), [
+    ("flux2", diffusers.Flux2KleinPipeline, flux2_edit),
+    ("kontext", diffusers.FluxKontextPipeline, kontext_edit),
+])  # fmt: skip
+def test_edit_pairs(
+    edits: Path,
+    seen: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    pipeline: Any,
+    velocity: Any,
+) -> None:
+    """References of several sizes; of Kontext one each, from a second folder."""
+    monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((48, 32), (32, 48), (32, 32)))
+    folder = build_flux2(tmp_path / "model") if kind == "flux2" else build_flux(tmp_path / "model", kind="kontext")
+    lora, source, second = Lora(rank=3, alpha=6.0, layers="transformer"), edits, None
+    if kind == "kontext":
+        source, second = shutil.copytree(edits, tmp_path / "p"), edits.parent / "before"
+        rows = [json.loads(line) for line in (source / METADATA).read_text().splitlines()]
+        rows = [{"file_name": row["file_name"], "text": row["text"]} for row in rows]
+        (source / METADATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = training(folder, tmp_path / "run", source, references=second)
+    file = train_lora(run, lora, one_device())
+    assert file is not None
+    pipe = pipeline.from_pretrained(folder)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False)
+    modules, schedule, latents = with_peft(pipe, seen["start"], lora), pipe.scheduler, seen["data"]["latents"]
+    empty = seen["shared"]["empty"]["text"]
+    names = [[f"before{i}.png", f"style{i}.png"][: 1 + (kind == "flux2")] for i in range(len(WORDS))]
+    images = [tensors(edits, of_image) for of_image in names]
+
+    def loss_of(drawn: Any) -> Any:
+        order = len(schedule.timesteps) - 1 - torch.from_numpy(drawn.times).long()
+        sigmas, total = (schedule.timesteps / schedule.config.num_train_timesteps)[order], torch.zeros(())
+        x0, noise = nchw(drawn.x0), nchw(drawn.noise)
+        for i in range(BATCH):
+            (which,) = (n for n, kept in enumerate(latents) if np.array_equal(kept[0], drawn.x0[i]))
+            text = "" if np.array_equal(drawn.captions["text"][i], empty) else WORDS[which]
+            one, level = slice(i, i + 1), sigmas[i]
+            output = velocity(pipe, (1 - level) * x0[one] + level * noise[one], sigmas[one], text, images[which])
+            total = total + torch.nn.functional.mse_loss(output, noise[one] - x0[one]) / BATCH
+        return total
+
+    parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    check_losses(losses(tmp_path / "run" / "lora"), pytorch_losses(seen, parameters, loss_of))
+    check_factors(load_file(file), modules)
+
+
+@pytest.fixture
+def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of references that take less time."""
+    monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
+    monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((48, 32), (32, 48), (32, 32)))
+    for name in ("qwen_image", "qwen_image_1"):
+        monkeypatch.setattr(f"canvax.models.{name}.REFERENCE_PIXELS", EDIT_PIXELS["VAE_IMAGE_SIZE"])
+    monkeypatch.setattr("canvax.models.qwen25_vision.VIEWED_PIXELS", EDIT_PIXELS["CONDITION_IMAGE_SIZE"])
+
+
+@pytest.mark.usefixtures("small_references")
+@pytest.mark.parametrize("build", [
+    build_flux2, partial(build_flux3, distilled=False), partial(build_flux, kind="kontext"), build_qwen,
+    build_qwen_edit,
+], ids=["flux2", "flux3", "kontext", "qwen", "qwen-edit"])  # fmt: skip
+def test_references_are_read_as_in_a_call(
+    edits: Path, seen: dict[str, Any], tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step reads gives the output of the call with the same noise, of captions and of the empty one."""
+    folder = build(tmp_path / "model")
+    monkeypatch.setattr(inputs, "available_bytes", lambda: 4)  # what is on disk is read in each step
+    run = training(folder, tmp_path / "run", edits, plan=replace(PLAN, steps=2))
+    assert train_lora(run, Lora(rank=3), one_device())
+    pipe = canvax.load(folder, dtype="float32", mesh=one_device())
+    data = jax.tree.map(lambda leaf: leaf[:], seen["data"])
+    denoiser: Any = pipe.model.networks.denoiser
+    shape = pipe.model.networks.latent_shape(1, 64, 64)
+    noise = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    empty = data.get("empty") or jax.tree.map(lambda leaf: np.stack([[leaf]] * len(WORDS)), seen["shared"]["empty"])
+    for captions, words in ((data["captions"], WORDS), (empty, [""] * len(WORDS))):
+        for i in (0, 3):
+            conditions = {name: array[i, :1] for name, array in captions.items()}
+            references = {name: array[i : i + 1] for name, array in data["references"].items()}
+            conditions["references"] = {**references, "tokens": references["tokens"][:, 0]}
+            if denoiser.facts.embeds_guidance:
+                conditions["guidance"] = np.ones(1, np.float32)
+            given = jax.tree.map(np.asarray, conditions)
+            velocity = evaluate(denoiser, pipe.params[denoiser.component], noise, np.float32([1000]), given)
+            images = [edits / f"{name}{i}.png" for name in ("before", "style")]
+            call: dict[str, Any] = {"height": 64, "width": 64, "sigmas": [1.0], "guidance_scale": 1.0}
+            result = pipe(words[i], image=images, latents=noise, progress=False, **call)
+            assert relative_error(noise - np.asarray(velocity), result.latents) < 1e-4
+
+
+def write_edits(folder: Path, count: int, size: tuple[int, int] = (32, 32)) -> Path:
+    """Images that are their references with the colours turned around, in folders ``after`` and ``before``."""
+    rng = np.random.default_rng(7)
+    for name in ("after", "before"):
+        (folder / name).mkdir(parents=True)
+    for i in range(count):
+        side = size if i % 2 else size[::-1]
+        small = Image.fromarray(rng.integers(0, 256, (2, 2, 3)).astype(np.uint8)).resize(side)
+        small.save(folder / "before" / f"{i}.png")
+        Image.fromarray(255 - np.asarray(small)).save(folder / "after" / f"{i}.jpg")
+        (folder / "after" / f"{i}.txt").write_text("turn the colours around")
+    return folder
+
+
+def test_an_edit_is_learned(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The loss falls to less than half, and so does that of validation."""
+    for i in range(2):
+        for kind, shade in (("before", 255 * i), ("after", 255 * (1 - i))):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            Image.new("RGB", (32, 32), (shade,) * 3).save(tmp_path / kind / f"{i}.png")
+            (tmp_path / kind / f"{i}.txt").write_text("turn the colours around")
+    run = training(
+        checkpoints["flux2"], tmp_path / "run", tmp_path / "after", references=tmp_path / "before", empty=0.0,
+        validation=tmp_path / "after", plan=replace(PLAN, steps=60, chunk=10, learning_rate=0.02),
+    )  # fmt: skip
+    assert train_lora(run, Lora(rank=4, layers="all"), one_device())
+    rows = read_log(tmp_path / "run" / "lora" / LOG)
+    first, last = rows[0]["loss"], [row["loss"] for row in rows if "loss" in row][-1]
+    (validation,) = (row["validation_loss"] for row in rows if "validation_loss" in row)
+    assert max(last, validation) < 0.5 * first, rows
+
+
+@pytest.mark.usefixtures("small_references")
+def test_a_stopped_run_on_pairs(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With buckets, mirrored images, a mask, and references that are read in each step; bit for bit."""
+    pairs, words = write_edits(tmp_path / "p", 6, (64, 32)), list[str]()
+    Image.new("L", (64, 32), 99).save(pairs / "after" / "1-masklabel.png")
+    more: dict[str, Any] = {"flip": True, "buckets": True, "bucket_step": 16, "size": 48, "prompts": ("turn",)}
+    more |= {"references": pairs / "before", "plan": replace(PLAN, steps=4), "encoded": tmp_path / "e"}
+    whole = training(checkpoints["flux2"], tmp_path / "whole", pairs / "after", **more)
+    assert train_lora(whole, Lora(rank=2), one_device(), say=words.append)
+    assert any("with 1 reference image each" in text for text in words)
+    assert any("encoding 12 of 12 references" in text for text in words)
+    monkeypatch.setattr(inputs, "available_bytes", lambda: 4)
+    monkeypatch.setattr(inputs, "encode_pictures", lambda *_, **__: pytest.fail("images were encoded"))
+    parts = replace(whole, folder=tmp_path / "parts")
+    for _ in range(10):
+        if file := train_lora(parts, Lora(rank=2), one_device(), deadline=0.0):
+            break
+    assert file is not None
+    assert losses(tmp_path / "parts" / "lora") == losses(tmp_path / "whole" / "lora")
+    # Previews are those of a call with the first references.
+    (preview,) = (tmp_path / "whole" / "previews").glob("*.png")
+    pipe = canvax.load(checkpoints["flux2"], dtype="float32", mesh=one_device())
+    pipe.adapters.load("mine", file)
+    want = pipe("turn", image=pairs / "before" / "0.png", seed=0, progress=False).images[0]
+    other = pipe("turn", image=pairs / "before" / "2.png", seed=0, progress=False).images[0]
+    got = np.asarray(Image.open(preview))[: want.height, : want.width] / 255
+    assert psnr(got, np.asarray(want) / 255) > 45
+    assert psnr(got, np.asarray(other) / 255) < 40
+    # Another reference is another run.
+    Image.new("RGB", (32, 32)).save(pairs / "before" / "3.png")
+    monkeypatch.undo()
+    with pytest.raises(InputError) as caught:
+        train_lora(replace(parts, plan=replace(PLAN, steps=9)), Lora(rank=2), one_device())
+    assert "pictures" in str(caught.value)
+
+
+def test_pairs_that_are_refused(checkpoints: dict[str, Path], edits: Path, pictures: Path, tmp_path: Path) -> None:
+    pairs = write_edits(tmp_path / "p", 3)
+    klein, before, z_image = checkpoints["flux2"], pairs / "before", checkpoints["z-image"]
+    some, few = shutil.copytree(edits, tmp_path / "some"), shutil.copytree(before, tmp_path / "few")
+    rows = [json.loads(line) for line in (some / METADATA).read_text().splitlines()]
+    del rows[1]["reference"]
+    (some / METADATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (few / "1.png").unlink()
+    tiny = shutil.copytree(before, tmp_path / "tiny")
+    Image.new("RGB", (4, 4)).save(tiny / "0.png")
+    for name, run in {
+        "references": [
+            training(z_image, tmp_path / "run", pairs / "after", references=before),
+            training(z_image, tmp_path / "run", edits),
+            training(klein, tmp_path / "run", pairs / "after", references=tmp_path / "nowhere"),
+            training(klein, tmp_path / "run", pairs / "after", references=few),
+            training(klein, tmp_path / "run", pairs / "after", references=pictures),
+            training(klein, tmp_path / "run", pairs / "after", references=tiny),
+            training(klein, tmp_path / "run", some),
+            training(klein, tmp_path / "run", edits, references=before),
+            training(klein, tmp_path / "run", edits, regularisation=pictures),
+            training(build_qwen(tmp_path / "qwen"), tmp_path / "run", edits, flip=True),
+            training(tmp_path / "qwen", tmp_path / "run", edits, prompts=("a",)),
+        ],
+        "validation": [training(klein, tmp_path / "run", edits, validation=pictures)],
+    }.items():
+        for each in run:
+            with pytest.raises(InputError) as caught:
+                train_lora(each, Lora(rank=2), one_device())
+            assert caught.value.argument == name, caught.value
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("build", "layer"), [

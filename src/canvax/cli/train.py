@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "controlnet": _controlnet,
     }
     named_path("pictures", arguments.pictures)
-    for name in ("regularisation", "validation"):
+    for name in ("regularisation", "validation", "references"):
         if getattr(arguments, name, None) is not None:
             named_path(name, getattr(arguments, name))
     for name in ("output", "tensorboard", "class_pictures", "encoded"):

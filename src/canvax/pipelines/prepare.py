@@ -27,7 +27,7 @@ from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.control import encode_controls, strengths
 from canvax.pipelines.encoding import encode, flight_of
-from canvax.pipelines.references import References
+from canvax.pipelines.references import References, reference_grids
 from canvax.pipelines.request import Request
 from canvax.samplers import SamplerTable
 from canvax.types import HostArray
@@ -261,20 +261,19 @@ def encode_references(
     programs: Programs, ready: Ready, params: Params, references: References, batch: int
 ) -> dict[str, Any]:
     """Return the condition ``REFERENCES`` for each image of a batch."""
-    networks, tokens, ids = programs.networks, [], []
-    for number, (images, size) in enumerate(zip(references.images, references.sizes, strict=True), 1):
+    networks, tokens = programs.networks, []
+    for images, size in zip(references.images, references.sizes, strict=True):
         pixels = [as_floats(image) for image in images]
         latents = _moments(programs, ready[reference_encoder(size)], params, pixels)[0]
         tokens.append(networks.packing.pack(latents)[:, 0])
-        grid = np.indices([side // networks.size_step for side in size], np.int32).reshape(2, -1).T
-        ids.append(np.pad(grid, ((0, 0), (1, 0)), constant_values=number))
+    ids = reference_grids(references.sizes, networks.size_step)
     count, shapes = max(map(len, tokens)), networks.references(batch, references.sizes)
-    lengths = np.full(count, sum(map(len, ids)), np.int32)
+    lengths = np.full(count, len(ids), np.int32)
     padding = (0, 0), (0, shapes["ids"].shape[1] - lengths[0]), (0, 0)
     tokens = np.concatenate([np.broadcast_to(image, (count, *image.shape[1:])) for image in tokens], axis=1)
     arrays = {
         "tokens": np.pad(tokens, padding),
-        "ids": np.pad(np.tile(np.concatenate(ids), (count, 1, 1)), padding),
+        "ids": np.pad(np.tile(ids, (count, 1, 1)), padding),
         "count": lengths,
     }
     return {name: put(filled(array, batch), over_batch(programs.mesh)) for name, array in arrays.items()}

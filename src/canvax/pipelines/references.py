@@ -16,6 +16,7 @@ from canvax.images.convert import on_white
 from canvax.images.inputs import fingerprint, read_images
 from canvax.models.denoiser import MOST_REFERENCES as MOST
 from canvax.models.networks import Networks
+from canvax.types import HostArray
 
 MOST_PIXELS = 1024 * 1024
 """The most pixels of a reference image; larger images are made smaller."""
@@ -71,6 +72,18 @@ def masked_reference(images: list[Image.Image], networks: Networks) -> Reference
     scaled = networks.denoiser.facts.reference_pixels
     fitted = [_fitted(image, networks, 1) for image in images] if scaled else images
     return References([fitted], [[networks.text.view(*both) for both in zip(images, fitted, strict=True)]])
+
+
+def reference_grids(sizes: Sequence[tuple[int, int]], step: int) -> HostArray:
+    """Return ``ids`` of the condition ``canvax.models.denoiser.REFERENCES`` for references of these sizes [R, 3].
+
+    ``step`` is the side of a token in pixels.
+    """
+    ids = []
+    for number, size in enumerate(sizes, 1):
+        grid = np.indices([side // step for side in size], np.int32).reshape(2, -1).T
+        ids.append(np.pad(grid, ((0, 0), (1, 0)), constant_values=number))
+    return np.concatenate(ids)
 
 
 def check_editing(networks: Networks, name: str) -> None:

@@ -21,7 +21,7 @@ from canvax.kernels.outline import recomputed
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
-from canvax.models.denoiser import Denoiser, evaluate
+from canvax.models.denoiser import REFERENCES, Denoiser, evaluate
 from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import BlockOptions, Residuals, unet, unet_spec
 from canvax.params import Params, init_params
@@ -72,7 +72,7 @@ Reader = Callable[..., HostArray | Lazy]
 """``(captions, length=T) -> what is read of each [N, ...]``: a tokenizer, which gives ids [N, T], or kept features."""
 
 
-def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int) -> HostArray | Lazy:
+def read_captions(reader: Reader, captions: Sequence[Sequence[Any]], length: int) -> HostArray | Lazy:
     """Return what is read of each image's captions [N, M, ...]; an image with fewer than M captions repeats them."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
@@ -92,13 +92,15 @@ def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int
 def denoising_data(
     readers: Mapping[str, Reader],
     latents: HostArray,
-    captions: Sequence[Sequence[str]],
+    captions: Sequence[Sequence[Any]],
     length: int,
     *,
     time_ids: HostArray | None = None,
     control: HostArray | None = None,
     mask: HostArray | None = None,
     weight: HostArray | None = None,
+    references: Mapping[str, Any] | None = None,
+    dropped: Sequence[Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs of ``denoising_loss``: the samples, and the data that all samples share.
 
@@ -109,18 +111,25 @@ def denoising_data(
     Args:
         readers: the tokenizer of each text encoder; without text encoders a reader of each feature.
         latents: [N, V, h, w, C], V variants of each image (shifted, mirrored) in any floating-point dtype.
-        captions: the captions of each image.
+        captions: the captions of each image, keys of the readers.
         length: T, tokens of a caption.
         time_ids: SDXL's size conditions of each image [N, n].
         control: control images [N, V, H, W, 3] uint8.
         mask: weights of the error at each position of the latents [N, V, h, w].
         weight: weights of the loss on each image [N].
+        references: the condition ``canvax.models.denoiser.REFERENCES``: ``tokens`` [N, V, R, C], ``ids`` [N, R, 3] and
+            ``count`` [N].
+        dropped: what is read instead of each image's captions when they are dropped, where it differs; () if captions
+            are not dropped. By default that of the empty caption.
     """
     texts = {name: read_captions(reader, captions, length) for name, reader in readers.items()}
     samples = {"latents": latents, "captions": texts, "time_ids": time_ids, "control": control, "mask": mask}
-    samples["weight"] = weight
-    empty = {name: reader([""], length=length)[0] for name, reader in readers.items()}
-    return {name: array for name, array in samples.items() if array is not None}, {"empty": empty}
+    samples |= {"weight": weight, REFERENCES: references}
+    if dropped:
+        one = [[caption] for caption in dropped]
+        samples["empty"] = {name: read_captions(reader, one, length) for name, reader in readers.items()}
+    shared = {name: reader([""], length=length)[0] for name, reader in readers.items()} if dropped is None else {}
+    return {name: array for name, array in samples.items() if array is not None}, {"empty": shared}
 
 
 class Draw(NamedTuple):
@@ -129,7 +138,8 @@ class Draw(NamedTuple):
     Attributes:
         x0: latents [B, h, w, C] float32.
         captions: token ids for each text encoder [B, T], or features by name [B, ...].
-        conditions: ``time_ids`` for SDXL, ``control`` for a ControlNet: [B, ...].
+        conditions: ``time_ids`` for SDXL, ``control`` for a ControlNet, ``REFERENCES`` for a model that edits:
+            [B, ...] each.
         times: timesteps int32 [B].
         noise: [B, h, w, C] float32.
         mask: weights of the error [B, h, w] float32; None if all positions count equally.
@@ -138,7 +148,7 @@ class Draw(NamedTuple):
 
     x0: Array
     captions: dict[str, Array]
-    conditions: dict[str, Array]
+    conditions: dict[str, Any]
     times: Array
     noise: Array
     mask: Array | None = None
@@ -166,13 +176,19 @@ def draw(
     x0 = _picked(samples["latents"], form).astype(jnp.float32)
     caption = jax.random.randint(caption_key, (count,), 0, next(iter(samples["captions"].values())).shape[1])
     without = jax.random.uniform(empty_key, (count,)) < empty
-    captions = {
-        name: jax.vmap(jnp.where, (0, None, 0))(without, shared["empty"][name], _picked(of_all, caption))
-        for name, of_all in samples["captions"].items()
-    }
-    conditions = {"time_ids": samples["time_ids"]} if "time_ids" in samples else {}
+    captions = {name: _picked(of_all, caption) for name, of_all in samples["captions"].items()}
+    if "empty" in samples:
+        captions = {name: jax.vmap(jnp.where)(without, samples["empty"][name][:, 0], of_all)
+                    for name, of_all in captions.items()}  # fmt: skip
+    elif shared["empty"]:
+        captions = {name: jax.vmap(jnp.where, (0, None, 0))(without, shared["empty"][name], of_all)
+                    for name, of_all in captions.items()}  # fmt: skip
+    conditions: dict[str, Any] = {"time_ids": samples["time_ids"]} if "time_ids" in samples else {}
     if "control" in samples:
         conditions["control"] = _picked(samples["control"], form)
+    if REFERENCES in samples:
+        given = samples[REFERENCES]
+        conditions[REFERENCES] = {**given, "tokens": _picked(given["tokens"], form)}
     times = training_times(order_key, time_key, count, size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
     if noise_offset:
@@ -328,7 +344,10 @@ def validation_errors(
         x0 = samples["latents"][:, 0].astype(jnp.float32)
         noise = jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(key, n), x0.shape[1:], jnp.float32))(numbers)
         place = ((part.astype(jnp.float32) + 0.5) / VALIDATION_TIMES * levels.size).astype(jnp.int32)
-        conditions = {"time_ids": samples["time_ids"]} if "time_ids" in samples else {}
+        conditions: dict[str, Any] = {"time_ids": samples["time_ids"]} if "time_ids" in samples else {}
+        if REFERENCES in samples:
+            given = samples[REFERENCES]
+            conditions[REFERENCES] = {**given, "tokens": given["tokens"][:, 0]}
         first = {name: samples[name][:, 0] for name in ("control", "mask") if name in samples}
         mask = first.pop("mask", None)
         times = jnp.full(numbers.shape, place)

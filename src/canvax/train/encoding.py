@@ -29,7 +29,7 @@ def encode_pictures(
 
     Args:
         p: parameters of the autoencoder.
-        pixels: images [N, H, W, 3] uint8.
+        pixels: images [N, H, W, 3] uint8, or with alpha if the autoencoder has it.
         cfg: the autoencoder, or its config.
         mesh: the devices.
         batch: images encoded at once.
@@ -38,7 +38,8 @@ def encode_pictures(
         InputError: the autoencoder is an AutoencoderTiny, whose errors the denoiser would learn.
     """
     check_count("batch", batch)
-    if pixels.ndim != 4 or pixels.shape[-1] != 3:
+    alpha = not isinstance(cfg, TinyConfig) and getattr(autoencoder_of(cfg), "channels", 3) == 4
+    if pixels.ndim != 4 or pixels.shape[-1] not in ((3, 4) if alpha else (3,)):
         raise InputError("pixels", f"has shape {pixels.shape}, not [N, H, W, 3]")
     if isinstance(cfg, TinyConfig):
         raise InputError(

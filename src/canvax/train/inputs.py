@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,10 +17,12 @@ from jax.sharding import Mesh
 
 from canvax.errors import InputError
 from canvax.families.base import Model
+from canvax.models.text import TextEncoders
 from canvax.parallel.memory import available_bytes
 from canvax.parallel.mesh import replicated
 from canvax.parallel.multihost import fail_together, is_main_process, is_spread
 from canvax.params import Params
+from canvax.pipelines.references import References, check_references, reference_grids
 from canvax.tokenizers.clip import TruncationWarning
 from canvax.train.buckets import Size
 from canvax.train.diffusion import Reader, denoising_data
@@ -30,6 +32,9 @@ from canvax.train.pictures import MASK, MASK_ENDING, PictureFolder, frame_of
 from canvax.types import HostArray
 
 _ENCODED_AT_ONCE = 4
+
+_Source = tuple[Size, int, Callable[[], HostArray]]
+"""Size of an image, 1 for its mirror image or 0, and a function that reads it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Item:
         beside: hash of its control image and mask, "" without them.
         repeats: how often it comes in an epoch.
         weight: weight of its loss.
+        references: height and width of each reference as the model reads it, and the hash of its file.
     """
 
     folder: PictureFolder
@@ -55,6 +61,7 @@ class Item:
     beside: str = ""
     repeats: int = 1
     weight: float = 1.0
+    references: tuple[tuple[Size, str], ...] = ()
 
     @property
     def captions(self) -> Sequence[str]:
@@ -71,6 +78,17 @@ class Item:
         """The mask of the image [H, W] uint8; None without a mask."""
         return self.folder.mask(self.index, self.size, self.sides)
 
+    def read_references(self, model: Model) -> References:
+        """Read its references as a call does.
+
+        Raises:
+            InputError: one cannot be used.
+        """
+        try:
+            return check_references(self.folder.reference(self.index), model.networks)
+        except InputError as error:
+            raise error.about("references") from None
+
     @property
     def lost(self) -> float:
         """The fraction of its area that is cropped."""
@@ -78,12 +96,31 @@ class Item:
         return 1 - tall * wide / (max(tall / height, wide / width) ** 2 * height * width)
 
 
-def items_of(folder: PictureFolder, fitted: Callable[[Size], Size], *, weight: float = 1.0) -> list[Item]:
-    """Return the images of a folder; ``fitted`` returns the size for the sides of an image."""
+Sizes = Sequence[Size]
+
+
+def items_of(
+    folder: PictureFolder,
+    fitted: Callable[[Size], Size],
+    *,
+    weight: float = 1.0,
+    read: Callable[[Sizes], Sizes] = lambda sizes: sizes,
+) -> list[Item]:
+    """Return the images of a folder.
+
+    Args:
+        folder: the images.
+        fitted: returns the size for the sides of an image.
+        weight: weight of the loss of each.
+        read: returns the sizes in which the model reads references of these sides.
+    """
     items = []
     for index, repeats in enumerate(folder.repeats.tolist()):
         sides, content, beside = folder.header(index)
-        items.append(Item(folder, index, sides, fitted(sides), content, beside, repeats, weight))
+        pair = folder.pair(index)
+        sizes = read([size for size, _ in pair]) if pair else ()
+        references = tuple((size, of_file) for size, (_, of_file) in zip(sizes, pair, strict=True))
+        items.append(Item(folder, index, sides, fitted(sides), content, beside, repeats, weight, references))
     return items
 
 
@@ -112,8 +149,10 @@ def held_out(items: Sequence[Item], share: float) -> tuple[list[Item], list[Item
 
 
 def digest(items: Iterable[Item]) -> str:
-    """Return a short hash of images, captions, control images, masks, repeats and weights."""
-    rows = [(item.content, item.beside, list(item.captions), item.repeats, item.weight) for item in items]
+    """Return a short hash of images, captions, control images, masks, repeats, weights and references."""
+    rows = [
+        (item.content, item.beside, list(item.captions), item.repeats, item.weight, *item.references) for item in items
+    ]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:24]
 
 
@@ -162,6 +201,34 @@ def by_size(items: Sequence[Item]) -> dict[Size, list[Item]]:
     return dict(sorted(groups.items()))
 
 
+def alike(items: Sequence[Item]) -> list[list[Item]]:
+    """Return groups of images of one size with equally many references, whose samples have the same shapes."""
+    groups: dict[tuple[Size, int], list[Item]] = {}
+    for item in items:
+        groups.setdefault((item.size, len(item.references)), []).append(item)
+    return [group for _, group in sorted(groups.items())]
+
+
+class SeenCaption(NamedTuple):
+    """A caption that is encoded together with the references of an image.
+
+    Attributes:
+        text: the caption.
+        item: the image.
+    """
+
+    text: str
+    item: Item
+
+
+Caption = str | SeenCaption
+
+
+def sees_references(text: TextEncoders) -> bool:
+    """Return whether text encoders see the references of a call."""
+    return text.seeing([(512, 512)]) != text
+
+
 @dataclass(frozen=True, eq=False)
 class Encoder:
     """Makes the samples of ``denoising_data`` from images.
@@ -174,6 +241,7 @@ class Encoder:
         forms: 2 to add the mirror image of each image, otherwise 1.
         least: weight of positions outside a mask; None without masks.
         weighted: whether images have weights.
+        drops: whether captions are dropped.
         say: called with messages about the progress.
     """
 
@@ -184,6 +252,7 @@ class Encoder:
     forms: int = 1
     least: float | None = None
     weighted: bool = False
+    drops: bool = True
     say: Callable[[str], None] = lambda _: None
 
     @classmethod
@@ -192,9 +261,11 @@ class Encoder:
         return cls(model, jax.device_put(params["vae"], replicated(mesh)), mesh, *rest)
 
     def samples(
-        self, items: Sequence[Item], readers: Mapping[str, Reader], captions: Sequence[Sequence[str]], length: int
+        self, items: Sequence[Item], readers: Mapping[str, Reader], captions: Sequence[Sequence[Any]], length: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the samples and the shared data of ``denoising_data`` for images of a size; they are encoded before.
+
+        Captions are texts, or ``SeenCaption``.
 
         Arrays that are larger than a quarter of the free memory are ``Lazy``.
         """
@@ -216,6 +287,10 @@ class Encoder:
         if self.weighted:
             weight = np.array([item.weight for item in items], np.float32)
         arrays: dict[str, Any] = {"latents": latents, "control": control, "mask": mask, "time_ids": time_ids}
+        if items[0].references:
+            arrays["references"] = self._references(items)
+        if isinstance(captions[0][0], SeenCaption):
+            arrays["dropped"] = [of_each[0]._replace(text="") for of_each in captions] if self.drops else ()
         samples, shared = denoising_data(readers, captions=captions, length=length, weight=weight, **arrays)
         room = (available_bytes() or 1 << 34) // 4
 
@@ -226,23 +301,71 @@ class Encoder:
 
     def encode(self, items: Sequence[Item]) -> None:
         """Encode the images that the store lacks, a few at once."""
-        names = self._names(items)
-        missing = self.store.missing(list(names.flat))
-        total, kept = names.size, names.size - len(missing)
-        groups: dict[tuple[Size, int], list[tuple[str, Item]]] = {}
+        names, flips = self._names(items), range(self.forms)
+        sources: list[_Source] = [(item.size, flip, partial(_pixels, item)) for item in items for flip in flips]
+        self._encode(list(names.flat), sources, "images")
+        names, sources = list[str](), []
+        for item in items:
+            names += self._reference_names(item).flat
+            for flip in flips:
+                sources += [(size, flip, partial(self._pixels, item, i)) for i, (size, _) in enumerate(item.references)]
+        if names:
+            self._encode(names, sources, "references")
+
+    def _encode(self, names: Sequence[str], sources: Sequence[_Source], noun: str) -> None:
+        missing = self.store.missing(names)
+        groups: dict[tuple[Size, int], list[int]] = {}
         for position in missing:
-            item, flip = items[position // self.forms], position % self.forms
-            groups.setdefault((item.size, flip), []).append((names.flat[position], item))
+            groups.setdefault(sources[position][:2], []).append(position)
         if missing:
-            self.say(f"encoding {len(missing)} of {total} images into {self.store.folder}")
+            self.say(f"encoding {len(missing)} of {len(names)} {noun} into {self.store.folder}")
         else:
-            self.say(f"{kept} encoded images are kept in {self.store.folder}")
+            self.say(f"{len(names)} encoded {noun} are kept in {self.store.folder}")
         for (_, flip), group in sorted(groups.items()):
             for start in range(0, len(group), _ENCODED_AT_ONCE):
                 part = group[start : start + _ENCODED_AT_ONCE]
-                pixels = np.stack([item.pixels[:, :: -1 if flip else 1] for _, item in part])
+                pixels = np.stack([sources[i][2]()[:, :: -1 if flip else 1] for i in part])
                 latents = encode_pictures(self.vae, pixels, self.model.vae, self.mesh, batch=_ENCODED_AT_ONCE)
-                keep(self.store, [name for name, _ in part], [{"latents": array} for array in latents], self.mesh)
+                keep(self.store, [names[i] for i in part], [{"latents": array} for array in latents], self.mesh)
+
+    def _pixels(self, item: Item, number: int) -> HostArray:
+        """Return a reference [H, W, channels] uint8."""
+        return np.asarray(item.read_references(self.model).images[number][0])
+
+    def _reference_names(self, item: Item) -> HostArray:
+        """Return the names of the encoded references of an image in the store, [forms, references].
+
+        Their number is part of the names: some models read a single reference in another way.
+        """
+        count, flips = len(item.references), range(self.forms)
+        names = [
+            [name_of(self._network, "reference", content, size, flip, count) for size, content in item.references]
+            for flip in flips
+        ]
+        return np.array(names, object)
+
+    def _references(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return the condition ``canvax.models.denoiser.REFERENCES`` of images with equally many references.
+
+        ``tokens`` are [N, forms, R, C], padded to those of the image that has most.
+        """
+        networks = self.model.networks
+        ids = [reference_grids([size for size, _ in item.references], networks.size_step) for item in items]
+        counts = np.array([len(of_item) for of_item in ids], np.int32)
+        room, channels = int(counts.max()), networks.vae.latent_channels * networks.packing.step**2
+
+        def tokens(row: int) -> HostArray:
+            forms = [
+                np.concatenate([networks.packing.pack(self.store.read(name)["latents"])[0] for name in names])
+                for names in self._reference_names(items[row])
+            ]
+            return np.pad(np.stack(forms), ((0, 0), (0, room - counts[row]), (0, 0)))
+
+        return {
+            "tokens": Lazy((len(items), self.forms, room, channels), np.dtype(np.float32), tokens),
+            "ids": np.stack([np.pad(of_item, ((0, room - len(of_item)), (0, 0))) for of_item in ids]),
+            "count": counts,
+        }
 
     def _names(self, items: Sequence[Item]) -> HostArray:
         """Return the names of encoded images in the store, [N, forms]."""
@@ -267,6 +390,10 @@ class Encoder:
         height, width, top, left = frame_of(item.sides, item.size)
         options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": item.size}
         return self.model.size_conditions(*item.size, options)[0]["time_ids"]
+
+
+def _pixels(item: Item) -> HostArray:
+    return item.pixels
 
 
 def shuffled(caption: str, keep: int, random: np.random.Generator) -> str:

@@ -2,7 +2,8 @@
 
 Captions are in ``metadata.jsonl`` or ``metadata.csv`` (columns ``file_name`` and ``text``, or another caption column),
 or in .txt files with the names of the images. Other columns are kept. An image can have a mask that weights its loss: a
-file in the column ``mask``, or ``a-masklabel.png`` for ``a.jpg``, as in OneTrainer.
+file in the column ``mask``, or ``a-masklabel.png`` for ``a.jpg``, as in OneTrainer. For models that edit, an image can
+have references: files in the column ``reference``, or those of the same names in a second folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from canvax.call import MAX_SIDE
 from canvax.errors import HintWarning, InputError, check_count, warn
 from canvax.files import named_path
-from canvax.images.convert import upright_mask, upright_rgb
+from canvax.images.convert import upright, upright_mask, upright_rgb
 from canvax.types import HostArray
 
 Opened = TypeVar("Opened")
@@ -45,6 +46,8 @@ SPLITS = ("test", "validation")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASK, MASK_ENDING = "mask", "-masklabel.png"
 """The column of masks, and the ending of a mask's file name without a column."""
+REFERENCE = "reference"
+"""The column of reference images: a file, or in ``.jsonl`` a list of files."""
 
 _MOST_FILES = 1_000_000
 """Limit on the files of a folder, since all names are in memory."""
@@ -123,6 +126,8 @@ class PictureFolder:
         rows: the other columns of each image, including ``file_name``.
         control: the file of each image's control image; empty without control images.
         masked: whether masks are read.
+        references: the files of each image's references; empty without references.
+        beside: the folder of ``references``; None if they are among ``files``.
     """
 
     files: _Files
@@ -130,6 +135,8 @@ class PictureFolder:
     rows: Sequence[dict[str, Any]]
     control: Sequence[str] = ()
     masked: bool = False
+    references: Sequence[tuple[str, ...]] = ()
+    beside: _Files | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -157,10 +164,8 @@ class PictureFolder:
 
     def select(self, chosen: Sequence[int]) -> PictureFolder:
         """Return the chosen images, in this order."""
-        parts: list[Any] = [[part[i] for i in chosen] if part else part for part in (self.captions, self.rows)]
-        return replace(
-            self, captions=parts[0], rows=parts[1], control=[self.control[i] for i in chosen] if self.control else ()
-        )
+        names = ("captions", "rows", "control", "references")
+        return replace(self, **{name: [part[i] for i in chosen] for name in names if (part := getattr(self, name))})
 
     def split(self, *names: str) -> PictureFolder:
         """Return the images whose column ``split`` is one of ``names``; the default is "train"."""
@@ -180,6 +185,24 @@ class PictureFolder:
         others = [*self.control[index : index + 1], *([row[_MASK_FILE]] if self.masked and _MASK_FILE in row else [])]
         rest = hashlib.sha256(b"".join(hashlib.sha256(self.files.read(name)).digest() for name in others))
         return size, hashlib.sha256(data).hexdigest(), rest.hexdigest() if others else ""
+
+    def pair(self, index: int) -> tuple[tuple[Size, str], ...]:
+        """Return height and width of each upright reference of an image, and a hash of its file.
+
+        Raises:
+            InputError: a file is missing, or has no header.
+        """
+        files, found = self.beside or self.files, list[tuple[Size, str]]()
+        for name in self.references[index] if self.references else ():
+            data = files.read(name)
+            size = _opened(data, f"{files.source}: {name}", partial(_upright_size, data))
+            found.append((size, hashlib.sha256(data).hexdigest()))
+        return tuple(found)
+
+    def reference(self, index: int) -> list[Image.Image]:
+        """Read the references of an image, upright, RGB or RGBA."""
+        files = self.beside or self.files
+        return [_opened(files.read(name), f"{files.source}: {name}", upright) for name in self.references[index]]
 
     def pixels(self, index: int, size: Size) -> HostArray:
         """Read an image, resized to cover ``size`` (height, width) and cropped to its centre: [H, W, 3] uint8."""
@@ -283,8 +306,13 @@ def open_pictures(
     control_column: str | None = None,
     masked: bool = False,
     limit: int | None = None,
+    reference_column: str | None = None,
+    references: str | Path | None = None,
 ) -> PictureFolder:
     """Read the captions of a folder or zip file, and open its images; for arguments and errors see ``read_pictures``.
+
+    ``reference_column`` is the column of the files of reference images, if any; ``references`` a folder or zip file of
+    references that have the names of the images. Where one image has a reference, all need one.
 
     In a folder named ``10_ink`` each image counts 10 times, and has the caption "ink" if no file has another one, as
     for kohya's trainers.
@@ -315,11 +343,26 @@ def open_pictures(
     if masked:
         _name_masks(files, source, rows)
     control = [] if control_column is None else [_control_file(row, control_column, source) for row in rows]
+    pairs, beside = [_reference_files(row, reference_column, source) for row in rows], None
+    if references is not None:
+        if any(pairs):
+            problem = f"and the column {reference_column!r} of {source} both give references"
+            raise InputError("references", problem, cure="leave one out", value=references)
+        beside = _second_folder(references)
+        pairs = _same_names(rows, beside)
+    if any(pairs) and not all(pairs):
+        without = rows[pairs.index(())]["file_name"]
+        raise InputError(
+            "references",
+            "are there for some images only",
+            cure="give every image a reference, or none",
+            value=without,
+        )
     texts = [row.pop(caption_column) for row in rows]
     caption_lists = [[text] if isinstance(text, str) else list(text) for text in texts]
     if not any(caption.strip() for captions in caption_lists for caption in captions):
         warn(f"{source}: all captions are empty, so that pictures are learnt without words", HintWarning)
-    return PictureFolder(files, caption_lists, rows, control, masked)
+    return PictureFolder(files, caption_lists, rows, control, masked, pairs if any(pairs) else (), beside)
 
 
 def check_apart(source: str | Path, folder: Path) -> None:
@@ -344,6 +387,38 @@ def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:
         known = ", ".join(sorted(row.keys() - {"table"}))
         raise InputError(f"{source}: {row['file_name']} has no control image {column!r}; its columns are {known}")
     return (PurePosixPath(row.get("table", "")) / name).as_posix()
+
+
+def _reference_files(row: Mapping[str, Any], column: str | None, source: Path) -> tuple[str, ...]:
+    """Return the paths of an image's references, which are relative to the folder of the table."""
+    value = None if column is None else row.get(column)
+    names = [value] if isinstance(value, str) else value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problem = f"of {row['file_name']} are {value!r:.80}, not the name of a file or a list of names"
+        raise InputError("references", problem, value=source)
+    return tuple((PurePosixPath(row.get("table", "")) / name).as_posix() for name in names if name)
+
+
+def _second_folder(references: str | Path) -> _Files:
+    """Open the folder of references."""
+    try:
+        return _Files(named_path("references", references))
+    except InputError as error:
+        raise error.about("references") from None
+
+
+def _same_names(rows: Sequence[Mapping[str, Any]], files: _Files) -> list[tuple[str, ...]]:
+    """Return the file that has the name of each image, apart from its ending; () for none."""
+    by_stem = {PurePosixPath(name).with_suffix(""): name for name in _pictures(files)}
+    found = [by_stem.get(PurePosixPath(row["file_name"]).with_suffix("")) for row in rows]
+    if not any(found):
+        raise InputError(
+            "references",
+            "has no image with the name of one that is trained on",
+            cure=f"call that of {rows[0]['file_name']} the same",
+            value=files.source,
+        )
+    return [(name,) if name else () for name in found]
 
 
 class _Files:

@@ -155,6 +155,10 @@ class TrainingRecord:
         None, "held-out images, whose loss is logged: a folder, a share such as 0.1, or a split, test or validation",
         metavar="IMAGES", flags=("--validation", "--validation-split"),
     )  # fmt: skip
+    references: Any = setting(
+        None, "folder of reference images with the names of the images, for a model that edits", metavar="FOLDER",
+        unset="those of the table's column reference",
+    )  # fmt: skip
     encoded: Any = setting(
         None, "folder that keeps encoded images and texts, for several runs", metavar="FOLDER",
         unset="encoded in the folder of the run",
@@ -352,7 +356,7 @@ class Task(NamedTuple):
     plan: Mapping[str, Any]
     empty: float = 0.0
     captioned: bool = True
-    without: tuple[str, ...] = ("quantize",)
+    without: tuple[str, ...] = ("quantize", "references")
 
     @property
     def usual(self) -> dict[str, Any]:
@@ -367,6 +371,7 @@ PLAN: Mapping[str, Any] = {
 """The usual plan for Stable Diffusion: AdamW with a constant learning rate."""
 _OF_LORA = {"learning_rate": 1e-4}
 _CLASS = ("regularisation", "regularisation_weight")
+_SETS = ("references", *_CLASS)
 
 TASKS: Mapping[str, Task] = {
     "finetune": Task(
@@ -386,21 +391,21 @@ TASKS: Mapping[str, Task] = {
         "Train on a few images of one thing, with a rare word for it, and on images that the model generates of its "
         "class. Trains the whole UNet, or with --lora a LoRA, by default at its learning rate, 1e-4.",
         "images of the thing; captions are not read", "the model is written to model/, or the LoRA to the folder",
-        (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=_CLASS,
+        (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=_SETS,
     ),
     "textual-inversion": Task(
         "teach a model a new word",
         "Train only the vectors of a new word, on a few images of its meaning.",
         "images of what the word means; captions are not read", "the word is learned_embeds.safetensors",
         (InversionRecord, WordCaptions), {"steps": 5000, "learning_rate": 5e-4}, captioned=False,
-        without=("quantize", *_CLASS),
+        without=("quantize", *_SETS),
     ),
     "controlnet": Task(
         "train a ControlNet on pairs of images",
         "Train a copy of the UNet's down blocks to read control images. Rows of the table of captions name a "
         "control image for each image.",
         "images, control images and captions", "the network is written to controlnet/",
-        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", *_CLASS),
+        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", *_SETS),
     ),
 }  # fmt: skip
 """The kinds of training by the name of their command."""

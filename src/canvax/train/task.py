@@ -35,6 +35,7 @@ from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import Pipeline
+from canvax.pipelines.references import reference_sizes
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
@@ -46,8 +47,11 @@ from canvax.train.dataset import Dataset
 from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced, validation_errors
 from canvax.train.encoding import encode_captions
 from canvax.train.inputs import (
+    Caption,
     Encoder,
     Item,
+    SeenCaption,
+    alike,
     by_size,
     check_masks,
     cropped,
@@ -56,13 +60,14 @@ from canvax.train.inputs import (
     held_out,
     items_of,
     keep,
+    sees_references,
     shuffling,
 )
 from canvax.train.kept import Store, fingerprint, name_of
 from canvax.train.log import VALIDATION, TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, SPLITS, PictureFolder, Size, check_apart, open_pictures
+from canvax.train.pictures import MASK, REFERENCE, SPLITS, PictureFolder, Size, check_apart, open_pictures
 from canvax.train.settings import PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
 from canvax.train.validation import Validation
@@ -71,7 +76,7 @@ from canvax.weights.cast import parse_dtype
 from canvax.weights.lora import RECORD
 from canvax.weights.overrides import Overrides
 
-Captions = Sequence[Sequence[str]]
+Captions = Sequence[Sequence[Caption]]
 """The captions of each image."""
 
 PLAN = Plan(**settings.PLAN)
@@ -124,6 +129,8 @@ class Training(TrainingRecord):
         regularisation: folder of captioned class images, which keep the model from forgetting (prior preservation).
             They come as often as the other images, as in kohya's trainers.
         regularisation_weight: weight of the loss on class images.
+        references: folder or zip file of reference images with the names of the images, for a LoRA of a model that
+            edits by instruction; by default those in the column ``reference`` of the table, if there is one.
         encoded: folder of encoded images and texts, which are read again by the next run; by default ``encoded`` in
             ``folder``.
     """
@@ -376,6 +383,8 @@ def train(
     board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
+    if training.prompts and given.items[0].references:  # one set of references for all previews
+        texts = {**texts, "image": given.previewed.folder.reference(given.previewed.index)}
     shown = _preview(training, aim, pipe, params, texts) if training.prompts else None
     if validated:
         errors = validation_errors(*of_model, **computed)
@@ -433,7 +442,7 @@ def recorded(training: Training, overrides: Mapping[str, Any], more: Mapping[str
         if name not in ("dtype", "encoded", "tensorboard", "fsdp", "prompts", "preview_steps", "save_steps") and (
             value != field.default
         ):
-            values[name] = Path(str(value)).name if name in ("regularisation", "validation") else value
+            values[name] = Path(str(value)).name if name in ("regularisation", "validation", "references") else value
     changed = {**overrides.get("scheduler", {})}
     changed |= {name: value for name, value in overrides.items() if name == "prediction_type"}
     if fields := {name: value for name, value in changed.items() if not name.startswith("_")}:
@@ -553,7 +562,7 @@ def check_pictures(training: Training, subject: Subject) -> None:
     if training.prompts:
         check_apart(training.pictures, training.folder)
     column, control = training.caption_column, subject.control_column
-    options = {"captions": subject.captions, "control_column": control, "limit": 1}
+    options = {"captions": subject.captions, "control_column": control, "limit": 1, "references": training.references}
     masked = training.unmasked_weight != 1 and control != MASK
     open_pictures(training.pictures, caption_column=column, masked=masked, **options).read(8)
     if training.regularisation is not None:
@@ -580,12 +589,20 @@ class Inputs:
     left_out: int = 0
     held_out: Sequence[Item] = ()
 
+    @property
+    def previewed(self) -> Item:
+        """The image whose references previews have: a held-out one, if there is one."""
+        return [*self.held_out, *self.items][0]
+
     def described(self) -> str:
         """Return the line about the images before a run."""
         (first, *others), groups = list({item.folder: None for item in self.items}), by_size(self.items)
         text = f"{sum(item.folder is first for item in self.items)} pictures at {self.size} x {self.size}"
         text += (f", {first.masks} of them masked" if first.masks else "") + cropped(self.items)
         text += "".join(f", {name} {repeats} times" for name, repeats in first.repeated.items())
+        if counts := sorted({len(item.references) for item in self.items if item.references}):
+            several = " to ".join(map(str, counts[:1] + counts[1:][-1:]))
+            text += f", with {several} reference image{'s' * (counts != [1])} each"
         for _ in others:
             more = [item for item in self.items if item.folder is not first]
             counts = sorted({item.repeats for item in more})
@@ -605,8 +622,12 @@ def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model:
         raise conflict("prior", "buckets", why="images of the class are square")
     size = size_of(training, model)
     square, fitted = (size, size), _buckets(training, size, model)
-    read = partial(_read, training=training, captions=subject.captions, control=subject.control_column)
-    items, left_out, validation = items_of(read(training.pictures), fitted), 0, list[Item]()
+    read = partial(
+        _read, training=training, captions=subject.captions, control=subject.control_column,
+        paired=aim.for_transformers or training.references is not None,
+    )  # fmt: skip
+    sizes_read = partial(_reference_sizes, model=model)
+    items, left_out, validation = items_of(read(training.pictures), fitted, read=sizes_read), 0, list[Item]()
     if isinstance(training.validation, float):
         items, validation = held_out(items, training.validation)
         if not items:
@@ -619,7 +640,9 @@ def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model:
             name="validation",
             split=(training.validation if inside else "train"),
         )
-        validation = items_of(source, fitted)
+        validation = items_of(source, fitted, read=sizes_read)
+    if items[0].references:
+        _check_pairs(training, subject, model, validation)
     if training.regularisation is not None:
         if subject.control_column is not None or subject.prior is not None:
             name = "control_column" if subject.prior is None else "prior"
@@ -632,6 +655,34 @@ def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model:
         prior = items_of(_read(subject.prior, training, (subject.prior_caption,), None), lambda _: square)
     masked = check_masks([*items, *prior, *validation], training.unmasked_weight)
     return Inputs(size, items, prior, masked, left_out, validation)
+
+
+def _reference_sizes(sizes: Sequence[Size], model: Model) -> Sequence[Size]:
+    """Return the sizes in which the model reads references.
+
+    Raises:
+        InputError: it reads none, or one is too small.
+    """
+    if not model.networks.denoiser.facts.edits:
+        problem = f"are for models that edit, and {model.name} is none"
+        cure = f"take another model, or leave out the folder or the column {REFERENCE!r}"
+        raise InputError("references", problem, cure=cure)
+    return reference_sizes(list(sizes), model.native_size, model.networks)
+
+
+def _check_pairs(training: Training, subject: Subject, model: Model, validation: Sequence[Item]) -> None:
+    """Refuse what is not there for images with references."""
+    if training.regularisation is not None or subject.prior is not None:
+        name = "prior" if training.regularisation is None else "regularisation"
+        raise conflict("references", name, why="images of the class have none")
+    if validation and not validation[0].references:
+        problem, cure = "has images without references", "give them some, or take a share of the others"
+        raise InputError("validation", problem, cure=cure, value=training.validation)
+    if sees_references(model.text):
+        why = f"the text encoder of {model.name} sees the references with each prompt"
+        for name in ("flip", "prompts"):
+            if getattr(training, name):
+                raise conflict("references", name, why=why)
 
 
 def _buckets(training: Training, size: int, model: Model) -> Callable[[Size], Size]:
@@ -664,12 +715,15 @@ def _read(
     control: str | None,
     name: str = "pictures",
     split: str = "train",
+    *,
+    paired: bool = False,
 ) -> PictureFolder:
     column, masked = training.caption_column, training.unmasked_weight != 1 and control != MASK
+    options: dict[str, Any] = {"captions": captions, "control_column": control, "masked": masked}
+    if paired:
+        options |= {"reference_column": REFERENCE, "references": training.references}
     try:
-        pictures = open_pictures(
-            source, caption_column=column, captions=captions, control_column=control, masked=masked
-        )
+        pictures = open_pictures(source, caption_column=column, **options)
     except InputError as error:
         raise (error.about(name) if error.argument == "pictures" else error) from None
     if not len(pictures := pictures.split(split)):
@@ -678,16 +732,21 @@ def _read(
 
 
 def _spelled(model: Model, items: Iterable[Item]) -> Captions:
-    """Return the captions of images with the model's concepts spelled out."""
-    return [[model.concepts.spelled(text) for text in item.captions] for item in items]
+    """Return the captions of images with the model's concepts spelled out, as its text encoders read them."""
+    sees = sees_references(model.text)
+
+    def read(text: str, item: Item) -> Caption:
+        return SeenCaption(text, replace(item, repeats=1)) if sees and item.references else text
+
+    return [[read(model.concepts.spelled(text), item) for text in item.captions] for item in items]
 
 
-def _texts(sets: Iterable[Captions], *further: str) -> list[str]:
+def _texts(sets: Iterable[Captions], *further: str) -> list[Caption]:
     """Return all captions of sets of images, and ``further``."""
     return [*(text for captions in sets for texts in captions for text in texts), *further]
 
 
-def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
+def _text_lengths(model: Model, texts: Sequence[Caption]) -> tuple[int, ...]:
     """Return how many tokens texts are padded to, for each text encoder: the shortest length for a UNet.
 
     Raises:
@@ -698,10 +757,13 @@ def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
         return text.shortest
     needed = set()
     for caption in dict.fromkeys(texts):
+        words_of, seen = (caption, ()) if isinstance(caption, str) else (caption.text, caption.item.references)
         try:
-            words = [encoder.words(tokenizers[encoder.component], [(caption, 1.0)], {}) for encoder in text.encoders]
+            words = [
+                encoder.words(tokenizers[encoder.component], [(words_of, 1.0)], {}, seen) for encoder in text.encoders
+            ]
         except InputError as error:
-            raise InputError("caption", error.problem, cure=error.cure, value=caption[:60]) from None
+            raise InputError("caption", error.problem, cure=error.cure, value=words_of[:60]) from None
         needed.add(tuple(prompt.length for prompt in text.even(words)))
     return text.fit(needed)
 
@@ -735,6 +797,9 @@ def _features(
         InputError: the features do not fit on the disk.
     """
     distinct = list(dict.fromkeys(_texts(sets, "")))
+    if seen := [caption for caption in distinct if isinstance(caption, SeenCaption)]:
+        dropped = [caption._replace(text="") for caption in seen] if training.empty else []
+        distinct = list(dict.fromkeys([*seen, *dropped]))
     wanted = [(text, tuple(lengths)) for text in distinct]
     shown = list(dict.fromkeys([*training.prompts, ""])) if training.prompts else []
     long = _text_lengths(model, shown) if shown else ()
@@ -743,20 +808,33 @@ def _features(
     files, *_ = open_model(training.model, weights={"vae"}, **opened)  # the others are fetched, too
     network = ["text", fingerprint(files, files.text.names), np.dtype(dtype).name]
 
-    def inputs(text: str, lengths: Sequence[int]) -> dict[str, dict[str, HostArray]]:
-        each = zip(files.text.encoders, lengths, strict=True)
+    def inputs(text: Caption, lengths: Sequence[int], views: Sequence[Any] = ()) -> dict[str, dict[str, HostArray]]:
+        each, words = zip(files.text.encoders, lengths, strict=True), text if isinstance(text, str) else text.text
+        more = {"images": [views]} if views else {}
         return {
-            encoder.component: encoder.read(files.tokenizers[encoder.component], [text], length)
+            encoder.component: encoder.read(files.tokenizers[encoder.component], [words], length, **more)
             for encoder, length in each
         }
 
+    def views(text: Caption) -> Sequence[Any]:
+        return () if isinstance(text, str) else text.item.read_references(files).of(0)
+
     read = [inputs(*text) for text in wanted]
     names = [
-        name_of(network, *(array for _, arrays in sorted(part.items()) for _, array in sorted(arrays.items())))
-        for part in read
+        name_of(
+            network,
+            *(array for _, arrays in sorted(part.items()) for _, array in sorted(arrays.items())),
+            *([] if isinstance(text, str) else ["references", text.item.references]),
+        )
+        for part, (text, _) in zip(read, wanted, strict=True)
     ]
     if missing := store.missing(names):
-        needed = sum(model.text.rows(wanted[i][1]) for i in missing) * model.text.width * np.dtype(dtype).itemsize
+        seeing = {
+            i: files.text.seeing([(view.height, view.width) for view in views(wanted[i][0])])
+            for i in missing if not isinstance(wanted[i][0], str)
+        }  # fmt: skip
+        rows_of = [seeing.get(i, model.text).rows(wanted[i][1]) for i in missing]
+        needed = sum(rows_of) * model.text.width * np.dtype(dtype).itemsize
         available = disk_usage(first_there(store.folder)).free
         if needed > available:
             problem = f"has captions whose features need {gigabytes(needed)} of disk"
@@ -765,9 +843,10 @@ def _features(
         say(f"encoding {len(missing)} of {len(names)} texts into {store.folder}")
         _, _, params = open_model(training.model, weights=files.text.names, **opened)
         params = jax.device_put({name: params[name] for name in files.text.names}, replicated(mesh))
-        for part in _alike(missing, read):
-            stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *(read[i] for i in part))
-            features = encode_captions(params, stacked, files.text, mesh)
+        for part in _alike(missing, read, seeing):
+            whole = [inputs(*wanted[i], views(wanted[i][0])) if i in seeing else read[i] for i in part]
+            stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *whole)
+            features = encode_captions(params, stacked, seeing.get(part[0], files.text), mesh)
             rows = [{key: array[i] for key, array in features.items()} for i in range(len(part))]
             keep(store, [names[i] for i in part], rows, mesh)
     else:
@@ -777,24 +856,26 @@ def _features(
     def reader(key: str) -> Reader:
         return lambda texts, *, length: store.rows(np.array([name[text, wanted[0][1]] for text in texts], object), key)
 
-    def whole(texts: Sequence[str]) -> dict[str, HostArray]:
+    def previewed(texts: Sequence[str]) -> dict[str, HostArray]:
         of_all = [store.read(name[text, long]) for text in texts]
         return {key: np.stack([arrays[key] for arrays in of_all]) for key in of_all[0]}
 
     readers = {key: reader(key) for key in store.read(names[0])}
     prompts: dict[str, Any] = {}
     if training.prompts:
-        prompts["prompt"] = whole(training.prompts)
+        prompts["prompt"] = previewed(training.prompts)
         if model.family.guides(model.networks, model.defaults.guidance_scale):
-            prompts["negative_prompt"] = whole([""] * len(training.prompts))
+            prompts["negative_prompt"] = previewed([""] * len(training.prompts))
     return _Features(readers, prompts)
 
 
-def _alike(chosen: Sequence[int], read: Sequence[Any], count: int = 4) -> Iterator[list[int]]:
-    """Yield the chosen entries in groups of at most ``count`` whose arrays have the same shapes."""
+def _alike(
+    chosen: Sequence[int], read: Sequence[Any], seeing: Mapping[int, Any], count: int = 4
+) -> Iterator[list[int]]:
+    """Yield the chosen entries in groups of at most ``count`` whose arrays have the same shapes and encoders."""
     groups: dict[Any, list[int]] = {}
     for i in chosen:
-        groups.setdefault(tuple(leaf.shape for leaf in jax.tree.leaves(read[i])), []).append(i)
+        groups.setdefault((*(leaf.shape for leaf in jax.tree.leaves(read[i])), seeing.get(i)), []).append(i)
     for group in groups.values():
         yield from (group[start : start + count] for start in range(0, len(group), count))
 
@@ -815,20 +896,21 @@ def _data(
     """Encode all images; return the samples or a ``Dataset`` of them, the shared data, and held-out samples by size."""
     least = (training.unmasked_weight or 0.0) if given.masked else None
     weighted = training.regularisation is not None
-    encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, weighted, say)
+    encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, weighted, training.empty > 0, say)
     encoder.encode([*given.items, *given.prior, *given.held_out])
-    groups = list(by_size(given.items).values())
+    groups = alike(given.items)
     parts = [encoder.samples(items, readers, _spelled(model, items), length) for items in groups]
     data, shared = parts[0]
     repeats = [[item.repeats for item in items] for items in groups]
     changed = None
     if training.shuffle_captions:
-        changed = shuffling([_spelled(model, items) for items in groups], readers, length, training.keep_tokens)
+        captions: Any = [_spelled(model, items) for items in groups]
+        changed = shuffling(captions, readers, length, training.keep_tokens)
     if changed or len(groups) > 1 or max(max(of_each) for of_each in repeats) > 1:
         data = Dataset([samples for samples, _ in parts], plan.batches, mesh, plan.seed, repeats, changed)
     if given.prior:
         prior, _ = encoder.samples(given.prior, readers, sets[1], length)
         shared["prior"] = jax.tree.map(lambda leaf: leaf[:], prior)
-    others = by_size(given.held_out).values()
+    others = alike(given.held_out)
     held_out = [encoder.samples(items, readers, _spelled(model, items), length)[0] for items in others]
     return data, shared, held_out
