@@ -11,13 +11,20 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax import nn
 from canvax.call import LAYERS, Load
 from canvax.cli.arguments import build_parser
 from canvax.cli.loading import load_of, load_with
+from canvax.compile.additions import ReadsReferences
+from canvax.compile.kinds import Kinds
+from canvax.compile.programs import Programs
 from canvax.errors import HintWarning
+from canvax.families.known import PRESETS
+from canvax.models.denoiser import TransformerDenoiser
 from canvax.parallel import memory
 from canvax.parallel.memory import MOST_OFFLOADED, streams
 from canvax.parallel.place import on_host
+from canvax.parallel.rules import abstract_params
 from canvax.params import Param, flatten
 from canvax.pipelines import loaded
 from canvax.settings import as_flags, declared
@@ -142,6 +149,34 @@ def test_commands(flag: str) -> None:
     arguments = build_parser().parse_args(["compile", "emoji", "--mesh", "data=1", flag, "-q"])
     shapes = load_with(arguments, weights=False).params
     assert any(map(on_host, jax.tree.leaves(shapes))) == (wanted == LAYERS)
+
+
+TRANSFORMERS = [name for name, networks in PRESETS.items() if isinstance(networks.denoiser, TransformerDenoiser)]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_layers_are_copied_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the released sizes, text encoders with their eyes, too: few weights are copied when they are used."""
+    networks, late = PRESETS[name], list[str]()
+    params = {part: abstract_params(spec, "bfloat16", ONE) for part, spec in networks.specs(streamed=True).items()}
+    kinds = Kinds(guided=(True,), decoder=None)
+    if networks.denoiser.facts.edits:
+        kinds = kinds.adding(ReadsReferences(((512, 512),)))
+    programs = Programs(networks, ONE).wanted(params, networks.latent_shape(1, 512, 512), kinds)
+    weight = nn._weight
+
+    def used(p: Any, x: Any) -> Any:
+        late.extend(["weight"] * nn._on_host(p["weight"]))
+        return weight(p, x)
+
+    monkeypatch.setattr(nn, "_weight", used)
+    for program in (programs["text encoder"], programs["guided denoiser"]):
+        late.clear()
+        function = program.function
+        jax.jit(lambda *given, function=function: function(*given)).trace(
+            program.weights(params, lambda leaf: leaf), *program.inputs
+        )
+        assert len(late) < 20, program.name  # of hundreds
 
 
 def test_declared() -> None:
