@@ -619,7 +619,7 @@ def test_sizes_and_batches_have_the_same_flags_everywhere(command: str) -> None:
     ("command", "without"),
     [
         ("generate", ()), ("sheet", ()), ("batch", ()), ("upscale", ()), ("serve", ()), ("ui", ()),
-        ("compile", ("safety_checker", "offload")), ("bench", ("safety_checker", "controlnet")),
+        ("compile", ("safety_checker",)), ("bench", ("safety_checker", "controlnet")),
     ],
 )  # fmt: skip
 def test_commands_that_open_a_model_open_it_alike(command: str, without: tuple[str, ...]) -> None:

@@ -211,6 +211,9 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, reused in ((0, [False] * 3), (1, [False, False, True, False])):  # its text encoder sees them
         programs = canvax.plan("qwen-image-2.1", "v6e:1x1", references=number).programs
         assert [program.reused for program in programs] == reused
+    for references, reused in (1, False), ([(480, 640)], True), (2, False):  # it sees small copies
+        programs = canvax.plan("qwen-image-edit-2511", "v6e:1x1", references=references).programs
+        assert programs[0].reused == reused
     with refused("references"):
         canvax.plan("tiny", "v5e:2x2", references=1)
     cfg = Flux2Config(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,

@@ -150,6 +150,7 @@ def test_arguments_of_serve() -> None:
     given = {"quantize": "int8", "controlnet": "a,b", "offload": "true", "vae": "", "revision": "v2"}
     loading = Load(quantize="int8", controlnet=["a", "b"], offload=True, revision="v2", progress=False)
     assert ServeArgs.of(given).loading == loading
+    assert ServeArgs.of({"offload": "layers"}).loading.offload == "layers"
     with pytest.raises(InputError) as refused:
         ServeArgs.of({"quantize": "int9"})
     assert refused.value.argument == "quantize"

@@ -770,7 +770,7 @@ def test_weights_that_wait_in_the_hosts_memory() -> None:
 
 def test_streamed_weights() -> None:
     """They are no bytes of the devices. A model that is taken off comes back streamed, whatever is there then."""
-    pipe, asked = canvax.load("emoji", progress=False, mesh=ONE, offload="layers"), []
+    pipe, asked = canvax.load("emoji", progress=False, mesh=PIPE.mesh, offload="layers"), []
 
     def again(name: str, **pinned: Any) -> Any:
         asked.append(pinned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -19,15 +20,15 @@ import pytest
 from PIL import Image
 
 import canvax
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, HintWarning, InputError
 from canvax.models.clip import clip_encoders
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.train import diffusion, inputs, task
 from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
 from canvax.train.dataset import Dataset
-from canvax.train.diffusion import denoising_data, denoising_loss, draw
-from canvax.train.inputs import Item, evened, shuffled
+from canvax.train.diffusion import denoising_data, denoising_loss, draw, validation_errors
+from canvax.train.inputs import Item, evened, held_out, items_of, shuffled
 from canvax.train.kept import Store
 from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
 from canvax.train.lora import Lora, train_lora
@@ -35,6 +36,7 @@ from canvax.train.pictures import open_pictures
 from canvax.train.session import batch_indices, differences
 from canvax.train.state import save_state
 from canvax.train.task import Subject, Training
+from canvax.train.validation import Validation
 from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata, write_safetensors
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, UNET, write_small_checkpoint
@@ -207,7 +209,9 @@ def test_repeats_and_captions_of_folders(tmp_path: Path, monkeypatch: pytest.Mon
     write_shapes(tmp_path / "p" / "3_ink cat", a=(64, 64), b=(64, 64))
     write_shapes(tmp_path / "p" / "1_ink", c=(64, 64))
     (tmp_path / "p" / "3_ink cat" / "a.txt").unlink()
-    train_lora(training(model, tmp_path / "p", tmp_path / "run"), Lora(rank=2), one(), say=words.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HintWarning)
+        train_lora(training(model, tmp_path / "p", tmp_path / "run"), Lora(rank=2), one(), say=words.append)
     assert got["samples"] == len(got["data"]) == 7
     rows = [got["data"].chosen(step)[1] for step in range(7)]  # two epochs of batches of two
     assert Counter(np.concatenate(rows).tolist()) == {0: 2, 1: 6, 2: 6}  # in the order of names
@@ -264,7 +268,7 @@ def test_a_weight_multiplies_the_loss_of_its_image(monkeypatch: pytest.MonkeyPat
 def test_the_file_has_the_settings_of_its_run(tmp_path: Path) -> None:
     more = {"regularisation_weight": 0.5, **BUCKETS}
     run = training(tmp_path, tmp_path, tmp_path, regularisation=str(tmp_path / "reg"), **more)
-    settings = json.loads(task.recorded(run)["canvax.training"])
+    settings = json.loads(task.recorded(run, {})["canvax.training"])
     wanted = {"steps": 6, "batch": 2, "learning_rate": 1e-3, "size": 64, "regularisation": "reg"}
     assert settings | more | wanted == settings
     assert not settings.keys() & {"empty", "gamma", "model", "pictures", "folder"}
@@ -396,6 +400,83 @@ def test_noise_offset_is_the_same_all_over_a_channel() -> None:
         denoising_loss(clip_encoders(TEXT), UNET, flow, gamma=None, noise_offset=0.1)
 
 
+# Held-out images
+
+
+def test_the_validation_loss_is_a_function_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the batch, the devices or the seed. Here the network's output is its time, a fraction of the schedule."""
+    monkeypatch.setattr(diffusion, "encode_text", lambda *_, **__: {})
+
+    def unet(p: Any, x: Any, times: Any, **_: Any) -> Any:
+        return jnp.broadcast_to(p["scale"] * (times / 1000)[:, None, None, None], x.shape)
+
+    monkeypatch.setattr(diffusion, "unet", unet)
+    rng, reader = (
+        np.random.default_rng(0),
+        {"text_encoder": lambda texts, *, length: np.zeros((len(texts), 8), np.int32)},
+    )
+    sizes = ((3, 2, 8, 8, 4), (2, 1, 4, 8, 4))
+    parts = [denoising_data(reader, rng.standard_normal(size, np.float32), [["a"]] * size[0], 8)[0] for size in sizes]
+    schedule = NoiseSchedule.from_betas(make_betas("scaled_linear", 0.00085, 0.012, 1000), "epsilon")
+    errors = validation_errors(clip_encoders(TEXT), UNET, schedule, gamma=None)
+    wanted, number = [], 0
+    for size in sizes:
+        for _ in range(size[0]):
+            for part, time in enumerate((125, 375, 625, 875)):
+                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), part), number)
+                wanted.append(np.square(time / 1000 - np.asarray(jax.random.normal(key, size[2:]))).mean())
+            number += 1
+    for mesh, batch in ((one(), 1), (one(), 2), (make_mesh(), 3)):
+        found = Validation(errors, parts, {}, mesh, batch)
+        np.testing.assert_allclose(found({"unet": {"scale": jnp.float32(1)}}), np.mean(wanted), rtol=1e-5)
+        assert found({"unet": {"scale": jnp.float32(2)}}) > np.mean(wanted)
+
+
+def test_which_images_are_held_out(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, words = fitted(monkeypatch), list[str]()
+    pictures = write_shapes(tmp_path / "p" / "2_x", **dict.fromkeys("abcde", (64, 64)))
+    rows = [
+        {"file_name": "a.png", "text": "a"}, {"file_name": "b.png", "text": "b", "split": "test"},
+    ]  # fmt: skip
+    tables = write_shapes(tmp_path / "q", a=(64, 64), b=(32, 64))
+    (tables / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def go(pictures: Path, validation: Any) -> int:
+        words.clear()
+        run = training(model, pictures, tmp_path / "run", validation=validation)
+        train_lora(run, Lora(rank=2), one(), say=words.append)
+        return got["samples"]
+
+    assert go(tmp_path / "p", 0.4) == 6
+    assert "3 pictures at" in words[0]
+    assert "2 held out" in words[0]
+    assert go(tmp_path / "p", str(tables)) == 10
+    assert "1 held out" in words[0]
+    assert go(tables, "test") == 1
+    assert callable(got["session"].preview)
+    items = items_of(open_pictures(pictures.parent), lambda sides: sides)
+    train, out = held_out(items, 0.4)
+    assert {item.content for item in out} == set(sorted(item.content for item in items)[:2])
+    assert held_out(items[::-1], 0.4)[1] == out[::-1]
+    assert {item.index for item in (*train, *out)} == set(range(5))
+
+
+@pytest.mark.slow
+def test_a_validation_loss_in_the_log_and_the_terminal(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the training is the same as without."""
+    pictures, others = write_shapes(tmp_path / "p", a=(64, 64), b=(64, 64)), write_shapes(tmp_path / "q", c=(96, 32))
+    logs = []
+    for name, more in {"with": {"validation": others, "preview_steps": 4, **BUCKETS}, "without": BUCKETS}.items():
+        train_lora(training(model, pictures, tmp_path / name, **more), Lora(rank=2), one())
+        logs.append(read_log(tmp_path / name / "lora" / LOG))
+    validated = {line["step"]: line["validation_loss"] for line in logs[0] if "validation_loss" in line}
+    assert validated.keys() == {4, 6}
+    assert f"step 4 of 6, validation loss {validated[4]:.4f}" in capsys.readouterr().err
+    assert [line["loss"] for line in logs[0] if "loss" in line] == [line["loss"] for line in logs[1]]
+
+
 @pytest.mark.slow
 def test_a_lora_in_buckets_killed_twice(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = write_shapes(tmp_path / "p")
@@ -420,7 +501,7 @@ def test_a_lora_in_buckets_killed_twice(model: Path, tmp_path: Path, monkeypatch
     go("parts")
     assert (
         read_metadata(tmp_path / "parts" / "pytorch_lora_weights.safetensors").items()
-        >= task.recorded(training(model, pictures, tmp_path, **BUCKETS)).items()
+        >= task.recorded(training(model, pictures, tmp_path, **BUCKETS), {}).items()
     )
     files = [(tmp_path / run / "pytorch_lora_weights.safetensors").read_bytes() for run in ("whole", "parts")]
     assert [line["loss"] for line in read_log(tmp_path / "whole" / "lora" / LOG)] == [

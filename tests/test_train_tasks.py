@@ -222,8 +222,8 @@ def test_a_lora_is_sampled_as_it_was_trained(model: Path, pictures: Path, tmp_pa
     asked = training(model, pictures, tmp_path / "run", loading=loading, times="logit-normal", gamma=5.0)
     path = train_lora(asked, Lora(rank=2), one())
     stated = json.loads(read_metadata(path)["canvax.training"])
-    assert stated == {"scheduler": {"prediction_type": "v_prediction", **ZERO_SNR}, "times": "logit-normal",
-                      "min_snr": 5.0, "size": 64, "steps": 4}  # fmt: skip
+    assert stated | {"scheduler": {"prediction_type": "v_prediction", **ZERO_SNR}, "times": "logit-normal",
+                     "gamma": 5.0, "size": 64, "steps": 4} == stated  # fmt: skip
     pipe, explicit = canvax.load(model, mesh=one()), canvax.load(model, mesh=one(), **loading)
     before = pipe.model.scheduler
     with pytest.warns(HintWarning, match="v_prediction"):
@@ -324,7 +324,7 @@ def steps_without_training(monkeypatch: pytest.MonkeyPatch) -> None:
                 session.save(step, start)
         return start, True
 
-    monkeypatch.setattr(task, "_data", lambda *_, **__: ({}, {}))
+    monkeypatch.setattr(task, "_data", lambda *_, **__: ({}, {}, []))
     monkeypatch.setattr(task, "fit", fit)
 
 
@@ -699,6 +699,10 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["lora", "{p}", "--preview-every", "5"], "--preview-every"),
         (["lora", "{p}", "--bucket-step", "32"], "--bucket-step"),
         (["lora", "{p}", "--keep-tokens", "1"], "--keep-tokens"),
+        (["lora", "{p}", "--validation", "1.5"], "--validation"),
+        (["lora", "{p}", "--validation", "nowhere"], "--validation"),
+        (["lora", "{p}", "--validation", "test"], "--validation"),
+        (["lora", "{p}", "--validation", "0.99"], "--validation"),
         (["lora", "{p}", "--noise-offset", "2"], "--noise-offset"),
         (["dreambooth", "{p}", "-p", "sks", "--shuffle-captions"], "--shuffle-captions"),
         (["lora", "{p}", "--buckets", "--bucket-max", "8"], "--buckets"),
@@ -739,7 +743,7 @@ def test_flags_make_the_records() -> None:
     words += ["float32", "--preview", "a", "--preview", "b", "--preview-every", "2", "--save-every", "3"]
     words += ["--enable-bucket", "--bucket-reso-steps", "32", "--min-bucket-reso", "48", "--bucket-max", "96"]
     words += ["--shuffle-caption", "--keep-tokens", "2", "--noise-offset", "0.05", "--times", "logit-normal"]
-    words += ["--encoded", "e", "--reg-data-dir", "c", "--prior-loss-weight", "0.5"]
+    words += ["--encoded", "e", "--validation", "0.1", "--reg-data-dir", "c", "--prior-loss-weight", "0.5"]
     lora = ["--rank", "8", "--alpha", "2", "--layers", "all", "--text-encoder", "--text-lr", "1e-5", "--format"]
     lora += ["kohya", "--trigger", "w", "--title", "t", "--from", "f", "--save-dtype", "float16"]
     arguments = parse(["train", "lora", "images", "-o", "run", *words, *lora, "--quantize", "int8"])
@@ -752,7 +756,7 @@ def test_flags_make_the_records() -> None:
         unmasked_weight=1.0, remat=True, dtype=np.dtype("float32"), quantize="int8", prompts=("a", "b"),
         preview_steps=2, save_steps=3, buckets=True, bucket_step=32, bucket_min=48, bucket_max=96, encoded="e",
         shuffle_captions=True, keep_tokens=2, noise_offset=0.05, times="logit-normal",
-        regularisation="c", regularisation_weight=0.5,
+        validation=0.1, regularisation="c", regularisation_weight=0.5,
     )  # fmt: skip
     assert _made(Lora, arguments) == Lora(8, 2.0, "all", True, 1e-5, "kohya", "w", "t", "f", "float16")
     for name, usual in (("lora", LORA_PLAN), ("controlnet", CONTROL_PLAN), ("finetune", PLAN_OF_MODELS)):

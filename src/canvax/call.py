@@ -236,8 +236,8 @@ class Load:
     )  # fmt: skip
     offload: Offload = setting(
         False,
-        "keep weights in the host's memory; the devices only hold those of the network that runs, with 'layers' only "
-        "those of the next few layers", group=DEVICES,
+        "keep weights in the host's memory; the devices only hold those of the network that runs, or with 'layers' of "
+        "two layers", group=DEVICES,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,8 @@ class Ahead:
         return jax.tree.unflatten(structure, _copied(leaves, after)) if any(map(_on_host, leaves)) else layer
 
 
-def _on_host(weight: Array) -> bool:
-    return jax.typeof(weight).memory_space == jax.memory.Space.Host
+def _on_host(weight: Any) -> bool:
+    return isinstance(weight, Array) and jax.typeof(weight).memory_space == jax.memory.Space.Host
 
 
 def _copied(leaves: Sequence[Array], after: Array | None) -> list[Array]:

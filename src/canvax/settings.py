@@ -182,7 +182,7 @@ class Declared:
 
     @property
     def is_switch(self) -> bool:
-        """True if it is off by default, and its flags take no value: for ``words``, each has a flag of its own."""
+        """True if it is off by default, and its flags take no value; each of its ``words`` has a separate flag."""
         return self.kind.value_type is bool and not self.default
 
     @property

@@ -119,6 +119,8 @@ def test_configs_before_transformers_5() -> None:
     assert DecoderConfig.from_dict(old).rope_theta == 3e6
     both = {"model_type": "qwen3_vl", "text_config": {**old, "model_type": "qwen3_vl_text"}, "vision_config": {}}
     assert DecoderConfig.from_dict(both).model_type == "qwen3_vl_text"
+    flat = {**SIZES, "model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}
+    assert "bias" in decoder_lm_spec(DecoderConfig.from_dict(flat), 1)["model"]["layers"]["0"]["self_attn"]["q_proj"]
 
 
 def test_krea2_puts_padding_in_the_middle() -> None:

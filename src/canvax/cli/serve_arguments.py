@@ -53,7 +53,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_load(parser, without=("model",), help={
         "safety_checker": "check images with the models' safety checkers, which make refused images black; no previews",
         "offload": "keep weights of text encoders and autoencoder in the host's memory while they do not run; those of "
-        "the denoiser stay on the devices",
+        "the denoiser stay on the devices, or with 'layers' two of its layers",
     })  # fmt: skip
     images = parser.add_argument_group("networks for images of requests, each flag once for each network")
     add_networks(images)

@@ -32,8 +32,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "controlnet": _controlnet,
     }
     named_path("pictures", arguments.pictures)
-    if getattr(arguments, "regularisation", None) is not None:
-        named_path("regularisation", arguments.regularisation)
+    for name in ("regularisation", "validation"):
+        if getattr(arguments, name, None) is not None:
+            named_path(name, getattr(arguments, name))
     for name in ("output", "tensorboard", "class_pictures", "encoded"):
         if (value := getattr(arguments, name, None)) is not None:
             setattr(arguments, name, str(named_path(name, value)))

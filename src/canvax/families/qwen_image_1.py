@@ -95,7 +95,7 @@ def read(files: ModelFiles) -> Networks:
     vae = WanAutoencoder(parsed(WanVaeConfig, files, "vae"))
     latents = transformer.in_channels, PATCH**2 * vae.latent_channels
     check_fit(files, latents=latents, text=(transformer.joint_attention_dim, lm.hidden_size))
-    sees = _is_edit(files) and files.config(FIRST).get("vision_config", {}).get("depth", 1)
+    sees = _is_edit(files) and files.config(FIRST).get("vision_config", {"depth": 0}).get("depth", 1)
     eyes = parsed(WindowedConfig, files, FIRST) if sees else None
     return _networks(transformer, lm, vae, eyes, EDIT_DROPPED if _is_edit(files) else DROPPED)
 

@@ -103,7 +103,7 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 """XLA's compiler options for each platform."""
 
 STREAMING: Mapping[str, Mapping[str, str | bool]] = {
-    # By default XLA waits for each copy from the host's memory before it goes on; with this scheduler it computes.
+    # By default XLA waits for each copy from the host's memory. With this scheduler it computes meanwhile.
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
 }
 """Further options for programs that read weights in the host's memory."""

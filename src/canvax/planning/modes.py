@@ -7,17 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from canvax.denoise import WINDOW
 from canvax.models.networks import Networks
 from canvax.parallel.rules import device_bytes
 from canvax.params import Spec, flatten
+from canvax.planning.program import ProgramPlan
 from canvax.planning.targets import Chip
 from canvax.weights.cast import parse_dtype
-
-if TYPE_CHECKING:
-    from canvax.planning.plan import ProgramPlan
 
 AHEAD = 2
 """Layers whose streamed weights are on the devices at a time."""
@@ -58,8 +55,8 @@ def modes(
 ) -> tuple[Mode, ...]:
     """Return the modes: with ``quantize``, or without it and with int8.
 
-    The figures of programs with weights of 16 bits stand for those with 8 bits. What a model computes of the text
-    before its first step is not a copy of its own.
+    The figures of programs with weights of 16 bits serve for those with 8 bits as well. Copies before the first step,
+    which Qwen-Image needs to read its text, do not count.
 
     Args:
         networks: the model.

@@ -3,10 +3,11 @@
     step = make_step(loss, optax.adam(1e-3))
     state, finished = run(step, step.init(params), data, 1000, Session("out/run"), batch=8)
 
-``pictures`` reads captioned images, ``encoding`` encodes them to latents, ``objectives`` and ``diffusion`` contain the
-loss, ``step`` and ``session`` the training step and the loop around it, which can be killed and resumed at any time,
-``loop`` both with a plan, and ``task`` trains from a checkpoint. ``recipes/emoji`` trains the bundled model with the
-same parts. It needs ``pip install '.[train]'``. Names are imported when first used.
+``pictures`` reads captioned images, ``encoding`` encodes them to latents, ``dataset`` makes batches of several shapes,
+``objectives`` and ``diffusion`` contain the loss, ``step`` and ``session`` the training step and the loop around it,
+which can be killed and resumed at any time, ``loop`` both with a plan, and ``task`` trains from a checkpoint.
+``recipes/emoji`` trains the bundled model with the same parts. It needs ``pip install '.[train]'``. Names are imported
+when first used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from canvax.train.dataset import Dataset
     from canvax.train.log import TensorBoard, WeightsAndBiases
     from canvax.train.loop import Plan, fit
     from canvax.train.session import Session, run
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from canvax.train.step import TrainStep, averaged, make_step
 
 _HOMES = {
+    "Dataset": "dataset",
     "Plan": "loop",
     "Session": "session",
     "TensorBoard": "log",
@@ -35,6 +38,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Dataset",
     "Plan",
     "Session",
     "TensorBoard",

@@ -40,6 +40,8 @@ Assemble = Callable[[Params, Params], Params]
 
 GUIDANCE = 1.0
 """Guidance scale that a distilled transformer reads in training, as in kohya's scripts and ai-toolkit."""
+VALIDATION_TIMES = 4
+"""Number of training times at which the error of a held-out image is computed."""
 
 EMPTY = 0.1
 """Fraction of samples whose caption is dropped, which guidance needs (Ho & Salimans 2022)."""
@@ -300,7 +302,46 @@ def _denoising_loss(
 ) -> tuple[Array, dict[str, Array]]:
     levels, weights = tables
     choices: dict[str, Any] = {name: getattr(objective, name) for name in ("focus", "empty", "noise_offset")}
-    x0, captions, conditions, times, noise, mask, weight = draw(samples, shared, key, levels.size, **choices)
+    drawn = draw(samples, shared, key, levels.size, **choices)
+    errors = _errors(p, drawn, shared, levels, objective)
+    weighted = weights[drawn.times] * errors * (1.0 if drawn.weight is None else drawn.weight)
+    weighted = weighted.reshape(-1, len(samples["latents"])).mean(1)
+    loss = weighted[0] if "prior" not in shared else weighted[0] + objective.prior * weighted[1]
+    return loss, {"mse": errors.mean()}
+
+
+def validation_errors(
+    text: TextEncoders | None, network: UNetConfig | Denoiser, schedule: NoiseSchedule, **options: Any
+) -> Callable[[Params, Any, Any, Array, Array], Array]:
+    """Return the error of held-out images at fixed times and noise, without weights or random choices.
+
+    The arguments are those of ``denoising_loss``. The function gets the trained parameters, samples of
+    ``denoising_data``, the shared data, the number of each sample in the held-out images [B], and the number of the
+    time; it returns the mean squared errors [B]. The ``VALIDATION_TIMES`` lie in the middle of parts of equal
+    probability of ``schedule``. Noise depends on both numbers only.
+    """
+    levels = jnp.asarray(schedule.sigmas if schedule.is_flow else schedule.alphas_cumprod, jnp.float32)
+    objective = Objective(text, network, schedule, **options)
+
+    def errors(p: Params, samples: Any, shared: Any, numbers: Array, part: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(0), part)
+        x0 = samples["latents"][:, 0].astype(jnp.float32)
+        noise = jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(key, n), x0.shape[1:], jnp.float32))(numbers)
+        place = ((part.astype(jnp.float32) + 0.5) / VALIDATION_TIMES * levels.size).astype(jnp.int32)
+        conditions = {"time_ids": samples["time_ids"]} if "time_ids" in samples else {}
+        first = {name: samples[name][:, 0] for name in ("control", "mask") if name in samples}
+        mask = first.pop("mask", None)
+        times = jnp.full(numbers.shape, place)
+        captions = {name: of_all[:, 0] for name, of_all in samples["captions"].items()}
+        mask = None if mask is None else mask.astype(jnp.float32)
+        return _errors(p, Draw(x0, captions, conditions | first, times, noise, mask), shared, levels, objective)
+
+    return errors
+
+
+def _errors(p: Params, drawn: Draw, shared: Mapping[str, Any], levels: Array, objective: Objective) -> Array:
+    """Return the mean squared error of the network for each image of a batch [B]."""
+    x0, captions, conditions, times, noise, mask, _ = drawn
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
     text = captions
@@ -322,11 +363,7 @@ def _denoising_loss(
         output = unet(p["unet"], noisy, timestep, cfg=cfg, options=options, residuals=residuals, **encoded)
     else:
         output = _evaluated(p, noisy, timestep, encoded, objective.network, remat=objective.remat)
-    errors = squared_error(output, target, mask)
-    weighted = weights[times] * errors * (1.0 if weight is None else weight)
-    weighted = weighted.reshape(-1, len(samples["latents"])).mean(1)
-    loss = weighted[0] if "prior" not in shared else weighted[0] + objective.prior * weighted[1]
-    return loss, {"mse": errors.mean()}
+    return squared_error(output, target, mask)
 
 
 def _evaluated(

@@ -101,6 +101,16 @@ def evened(items: Sequence[Item], count: int) -> list[Item]:
     return [replace(item, repeats=item.repeats + more + (i < rest)) for i, item in enumerate(used)]
 
 
+def held_out(items: Sequence[Item], share: float) -> tuple[list[Item], list[Item]]:
+    """Return the images to train on, and a share of images to hold out, at least one, chosen by their content.
+
+    The choice depends neither on the seed nor on names: more images change little, and copies stay together.
+    """
+    contents = sorted({item.content for item in items})
+    chosen = set(contents[: max(1, round(share * len(contents)))])
+    return [item for item in items if item.content not in chosen], [item for item in items if item.content in chosen]
+
+
 def digest(items: Iterable[Item]) -> str:
     """Return a short hash of images, captions, control images, masks, repeats and weights."""
     rows = [(item.content, item.beside, list(item.captions), item.repeats, item.weight) for item in items]

@@ -17,6 +17,9 @@ from canvax.types import HostArray
 Log = Callable[[int, Mapping[str, float], Mapping[str, HostArray]], None]
 """Gets the number of steps done, the means of the logged values since the last call, or images [H, W, 3] uint8."""
 
+VALIDATION = "validation_loss"
+"""The name of the loss on held-out images."""
+
 _FLUSH = 30  # seconds, TensorBoard's default interval for reloading
 
 
@@ -30,7 +33,7 @@ class Progress:
         self._shown = -60.0
 
     def say(self, what: str) -> None:
-        """Write a separate line, before the first step."""
+        """Write a separate line."""
         self._write(f"{self.name}: {what}\n")
 
     def begin(self, steps: int, done: int) -> None:
@@ -39,6 +42,10 @@ class Progress:
 
     def __call__(self, step: int, values: Mapping[str, float], images: Mapping[str, HostArray]) -> None:
         """Report that ``step`` steps are done in total."""
+        if VALIDATION in values:
+            self._write(f"\r{'':<100}\r" * self._terminal)
+            self.say(f"step {step} of {self.steps}, validation loss {values[VALIDATION]:.4f}")
+            return
         now = time.monotonic()
         if not values or (now - self._shown < (0.5 if self._terminal else 60.0) and step < self.steps):
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from canvax.train.state import in_dtype
 from canvax.train.task import FILE_CAPTIONS, PLAN, InitialState, Subject, Training, recorded, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
-from canvax.weights.lora import RECORD
 
 LORA_PLAN = replace(PLAN, **TASKS["lora"].plan)
 """Learning rate 1e-4, as in diffusers' scripts."""
@@ -125,8 +123,7 @@ class Lora(LoraRecord):
             "modelspec.trigger_phrase": self.trigger,
             "ss_sd_model_name": written({"model": model.name})["model"],
             "ss_output_name": title,
-            RECORD: json.dumps(training.record(model), sort_keys=True),
-            **recorded(training),
+            **recorded(training, model.overrides),
         }
         low_rank.write_factors(
             target,

@@ -67,7 +67,7 @@ class Session:
             written. When a run resumes at that step, it is called again.
         save_steps: steps between calls of ``save``, which is not called after the last step; None for no calls.
         preview: called with the step and the averaged parameters, and always after the last step. Images [H, W, 3]
-            uint8 that it returns by name are passed to ``log``.
+            uint8 and numbers that it returns by name are passed to ``log``.
         preview_every: seconds between previews.
         preview_steps: steps between previews, instead of ``preview_every``.
         watch: former name of ``log``; called with the step and the values.
@@ -84,7 +84,7 @@ class Session:
     about: Mapping[str, Any] = field(default_factory=dict)
     save: Callable[[int, Params], None] | None = None
     save_steps: int | None = None
-    preview: Callable[[int, Params], Mapping[str, HostArray] | None] | None = None
+    preview: Callable[[int, Params], Mapping[str, HostArray | float] | None] | None = None
     preview_every: float = 900.0
     preview_steps: int | None = None
     watch: Callable[[int, Mapping[str, float]], None] | None = None
@@ -319,8 +319,12 @@ def run_steps(
             if session.save and saves:
                 session.save(done, averaged(state))
             if session.preview and (done >= steps or preview):
-                if images := session.preview(done, averaged(state)):
-                    log({}, images)
+                seen = session.preview(done, averaged(state)) or {}
+                numbers = {name: float(value) for name, value in seen.items() if np.ndim(value) == 0}
+                images: dict[str, Any] = {name: image for name, image in seen.items() if name not in numbers}
+                for part in ((numbers, {}), ({}, images)):
+                    if any(part):
+                        log(*part)
                 shown = time.monotonic()
             if stop:
                 break

@@ -114,8 +114,8 @@ class TrainingRecord:
         flags=("--preview", "--validation-prompt"),
     )  # fmt: skip
     preview_steps: int | None = setting(
-        None, "steps between previews", low=1, high=_MOST_STEPS, unset="every 15 minutes",
-        error_without="prompts='a cat'", metavar="N",
+        None, "steps between previews and validation losses", low=1, high=_MOST_STEPS, unset="every 15 minutes",
+        metavar="N",
         flags=("--preview-every", "--validation-steps", "--sample-every-n-steps"),
     )  # fmt: skip
     save_steps: int | None = setting(
@@ -147,6 +147,10 @@ class TrainingRecord:
     bucket_max: int | None = setting(
         None, "longest side of a bucket", low=8, high=MAX_SIDE, error_without="buckets=True", unset="twice --size",
         metavar="PIXELS", flags=("--bucket-max", "--max-bucket-reso"),
+    )  # fmt: skip
+    validation: Any = setting(
+        None, "held-out images, whose loss is logged: a folder, a share such as 0.1, or a split, test or validation",
+        metavar="IMAGES", flags=("--validation", "--validation-split"),
     )  # fmt: skip
     encoded: Any = setting(
         None, "folder that keeps encoded images and texts, for several runs", metavar="FOLDER",
@@ -364,7 +368,7 @@ TASKS: Mapping[str, Task] = {
         "Train a copy of the UNet's down blocks to read control images. Rows of the table of captions name a "
         "control image for each image.",
         "images, control images and captions", "the network is written to controlnet/",
-        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", "preview_steps", *_CLASS),
+        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", *_CLASS),
     ),
 }  # fmt: skip
 """The kinds of training by the name of their command."""

@@ -43,18 +43,32 @@ from canvax.settings import check_all, declared
 from canvax.train import settings
 from canvax.train.buckets import bucket_sizes, describe_buckets, nearest_bucket
 from canvax.train.dataset import Dataset
-from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced
+from canvax.train.diffusion import Assemble, Reader, denoising_loss, replaced, validation_errors
 from canvax.train.encoding import encode_captions
-from canvax.train.inputs import Encoder, Item, by_size, check_masks, cropped, digest, evened, items_of, keep, shuffling
+from canvax.train.inputs import (
+    Encoder,
+    Item,
+    by_size,
+    check_masks,
+    cropped,
+    digest,
+    evened,
+    held_out,
+    items_of,
+    keep,
+    shuffling,
+)
 from canvax.train.kept import Store, fingerprint, name_of
-from canvax.train.log import TensorBoard, check_board
+from canvax.train.log import VALIDATION, TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, PictureFolder, Size, check_apart, open_pictures, read_pictures
+from canvax.train.pictures import MASK, SPLITS, PictureFolder, Size, check_apart, open_pictures
 from canvax.train.settings import PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
+from canvax.train.validation import Validation
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
+from canvax.weights.lora import RECORD
 from canvax.weights.overrides import Overrides
 
 Captions = Sequence[Sequence[str]]
@@ -103,6 +117,9 @@ class Training(TrainingRecord):
             encoded before.
         keep_tokens: tags at the beginning of a caption that stay where they are.
         noise_offset: strength of noise that is the same all over a channel (Guttenberg 2023); not for flow models.
+        validation: held-out images, whose loss at fixed times and noise is logged as "validation_loss" when previews
+            are due: a folder or zip file, the share of the images that is left out of training, or the split "test"
+            or "validation" of ``pictures``.
         regularisation: folder of captioned class images, which keep the model from forgetting (prior preservation).
             They come as often as the other images, as in kohya's trainers.
         regularisation_weight: weight of the loss on class images.
@@ -122,6 +139,10 @@ class Training(TrainingRecord):
         self.source()
         if self.tensorboard is not None:
             check_board(self.tensorboard)
+        if self.preview_steps is not None and not self.prompts and self.validation is None:
+            raise needs("preview_steps", "prompts='a cat'", "validation=0.1", value=self.preview_steps)
+        if self.validation is not None:
+            object.__setattr__(self, "validation", _validation(self.validation))
         if self.encoded is not None:
             check_writable("encoded", named_path("encoded", self.encoded))
 
@@ -130,17 +151,20 @@ class Training(TrainingRecord):
         load = Load(model=self.model, **self.loading)
         return {**load.keywords(LOCATION), "overrides": Overrides.of(**load.keywords(PARTS))}
 
-    def record(self, model: Model) -> dict[str, Any]:
-        """Return the settings that a result states: how it was trained, and under ``scheduler`` what is not its base's.
 
-        A result that is used with another base has its schedule and its prediction type, unless it changed them.
-        """
-        changed = {**model.overrides.get("scheduler", {})}
-        changed |= {name: value for name, value in model.overrides.items() if name == "prediction_type"}
-        fields = {name: value for name, value in changed.items() if not name.startswith("_")}
-        record = {"scheduler": fields, "times": self.times, "min_snr": self.gamma, "size": self.size}
-        record |= {"steps": self.plan.steps}
-        return {name: value for name, value in record.items() if value not in (None, {})}
+def _validation(value: Any) -> Any:
+    """Return the share as a number, or the name of a folder or split.
+
+    Raises:
+        InputError: it is a number that is not a share.
+    """
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        return value if value in SPLITS else str(named_path("validation", value))
+    if not 0 < share < 1:
+        raise InputError("validation", "is not a share", cure="0.1 holds out a tenth of the images", value=value)
+    return share
 
 
 @dataclass(frozen=True)
@@ -285,7 +309,7 @@ def train(
     model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False, **training.source())
     (given,) = inputs
     # All class images have one caption.
-    sets = [_spelled(model, items) for items in (given.items, given.prior[:1]) if items]
+    sets = [_spelled(model, items) for items in (given.items, given.prior[:1], given.held_out) if items]
     lengths = _text_lengths(model, _texts(sets))
     length = min(lengths)
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
@@ -295,6 +319,7 @@ def train(
     decisive |= {**_decisive(training, aim), "times": times}
     if given.prior:
         decisive |= {"prior": digest(given.prior), "prior_weight": subject.prior_weight}
+    decisive |= {"validation": digest(given.held_out) if given.held_out else None}
     if given.masked:
         decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
     count = sum(item.repeats for item in given.items)
@@ -321,19 +346,18 @@ def train(
         params |= {name: frozen[name] for name in rest}
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     readers = model.tokenizers if kept is None else kept.readers
-    data, shared = _data(given, sets, readers, length, training, model, params, mesh, plan, store, say)
+    data, shared, validated = _data(given, sets, readers, length, training, model, params, mesh, plan, store, say)
     shared["frozen"] = start.frozen
+    network: Any = model.unet if unet else model.networks.denoiser
+    of_model = (model.text if kept is None else None, network, _schedule(model, given.size, times))
+    computed: dict[str, Any] = {"dtype": dtype, "assemble": start.assemble, "control": start.control}
     loss = denoising_loss(
-        model.text if kept is None else None,
-        model.unet if unet else model.networks.denoiser,
-        _schedule(model, given.size, times),
+        *of_model,
+        **computed,
         gamma=training.gamma,
         focus=(0.0, 1.0) if times == "logit-normal" else None,
         empty=training.empty,
-        dtype=dtype,
         remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
-        assemble=start.assemble,
-        control=start.control,
         prior=subject.prior_weight,
         noise_offset=training.noise_offset,
     )
@@ -341,6 +365,9 @@ def train(
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
     shown = _preview(training, aim, pipe, params, texts) if training.prompts else None
+    if validated:
+        errors = validation_errors(*of_model, **computed)
+        shown = _validated(Validation(errors, validated, {"frozen": start.frozen}, mesh, plan.batch), shown)
 
     def save(path: Path, trained: Params) -> None:
         with fail_together("saving") if is_spread(mesh) else nullcontext():
@@ -376,16 +403,24 @@ def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     return {**same, "model": str(training.model), **aim.facts}
 
 
-def recorded(training: Training) -> dict[str, str]:
-    """Return the settings of a run for the metadata of its result: the plan, and what differs from the defaults."""
+def recorded(training: Training, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a run for the metadata of its result: the plan, and what differs from the defaults.
+
+    ``overrides`` are those of the model (``Model.overrides``). Under ``scheduler`` is what they change of the base's
+    schedule and prediction type; what they leave is that of whichever base the result is used with.
+    """
     values = {name: getattr(training.plan, name) for name in declared(PlanRecord)}
     for name, field in declared(TrainingRecord).items():
         value = getattr(training, name)
         if name not in ("dtype", "encoded", "tensorboard", "fsdp", "prompts", "preview_steps", "save_steps") and (
             value != field.default
         ):
-            values[name] = Path(value).name if name == "regularisation" else value
-    return {"canvax.training": json.dumps(values, default=str, sort_keys=True)}
+            values[name] = Path(str(value)).name if name in ("regularisation", "validation") else value
+    changed = {**overrides.get("scheduler", {})}
+    changed |= {name: value for name, value in overrides.items() if name == "prediction_type"}
+    if fields := {name: value for name, value in changed.items() if not name.startswith("_")}:
+        values["scheduler"] = fields
+    return {RECORD: json.dumps(values, default=str, sort_keys=True)}
 
 
 def _schedule(model: Model, size: int, times: str) -> NoiseSchedule:
@@ -482,6 +517,15 @@ def _preview(
     return preview
 
 
+def _validated(
+    validation: Validation, preview: Callable[[int, Params], Mapping[str, Any]] | None
+) -> Callable[[int, Params], Mapping[str, Any]]:
+    def shown(step: int, trained: Params) -> Mapping[str, Any]:
+        return {VALIDATION: validation(trained), **(preview(step, trained) if preview else {})}
+
+    return shown
+
+
 def check_pictures(training: Training, subject: Subject) -> None:
     """Read the table and the first image, before a model is downloaded or anything is generated.
 
@@ -493,7 +537,7 @@ def check_pictures(training: Training, subject: Subject) -> None:
     column, control = training.caption_column, subject.control_column
     options = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK
-    read_pictures(training.pictures, 8, caption_column=column, masked=masked, **options)
+    open_pictures(training.pictures, caption_column=column, masked=masked, **options).read(8)
     if training.regularisation is not None:
         _read(training.regularisation, training, (), None, "regularisation")
 
@@ -508,6 +552,7 @@ class Inputs:
         prior: the class images of ``Subject``.
         masked: whether there are masks.
         left_out: number of images of ``regularisation`` that are not used.
+        held_out: the images of ``validation``.
     """
 
     size: int
@@ -515,18 +560,20 @@ class Inputs:
     prior: Sequence[Item]
     masked: bool
     left_out: int = 0
+    held_out: Sequence[Item] = ()
 
     def described(self) -> str:
         """Return the line about the images before a run."""
         (first, *others), groups = list({item.folder: None for item in self.items}), by_size(self.items)
-        text = f"{len(first)} pictures at {self.size} x {self.size}"
+        text = f"{sum(item.folder is first for item in self.items)} pictures at {self.size} x {self.size}"
         text += (f", {first.masks} of them masked" if first.masks else "") + cropped(self.items)
         text += "".join(f", {name} {repeats} times" for name, repeats in first.repeated.items())
         for _ in others:
-            more = self.items[len(first) :]
+            more = [item for item in self.items if item.folder is not first]
             counts = sorted({item.repeats for item in more})
             text += f"; {len(more)} of the class, {' to '.join(map(str, counts[:1] + counts[1:][-1:]))} times each"
             text += f", without {self.left_out} more, which would be too many" if self.left_out else ""
+        text += f"; {len(self.held_out)} held out, for the validation loss" if self.held_out else ""
         if groups.keys() != {(self.size, self.size)}:
             text += f"; {describe_buckets(list(groups), [len(items) for items in groups.values()])}"
             text += "; each has a program, which is compiled when its first batch comes"
@@ -540,7 +587,21 @@ def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model:
         raise conflict("prior", "buckets", why="images of the class are square")
     size = size_of(training, model)
     square, fitted = (size, size), _buckets(training, size, model)
-    items, left_out = items_of(_read(training.pictures, training, subject.captions, subject.control_column), fitted), 0
+    read = partial(_read, training=training, captions=subject.captions, control=subject.control_column)
+    items, left_out, validation = items_of(read(training.pictures), fitted), 0, list[Item]()
+    if isinstance(training.validation, float):
+        items, validation = held_out(items, training.validation)
+        if not items:
+            problem, cure = "leaves no image to train on", "take a smaller share, or more images"
+            raise InputError("validation", problem, cure=cure, value=training.validation)
+    elif training.validation is not None:
+        inside = training.validation in SPLITS
+        source = read(
+            training.pictures if inside else training.validation,
+            name="validation",
+            split=(training.validation if inside else "train"),
+        )
+        validation = items_of(source, fitted)
     if training.regularisation is not None:
         if subject.control_column is not None or subject.prior is not None:
             name = "control_column" if subject.prior is None else "prior"
@@ -551,7 +612,8 @@ def _read_inputs(training: Training, aim: TrainingTask, subject: Subject, model:
     prior = []
     if subject.prior is not None:
         prior = items_of(_read(subject.prior, training, (subject.prior_caption,), None), lambda _: square)
-    return Inputs(size, items, prior, check_masks([*items, *prior], training.unmasked_weight), left_out)
+    masked = check_masks([*items, *prior, *validation], training.unmasked_weight)
+    return Inputs(size, items, prior, masked, left_out, validation)
 
 
 def _buckets(training: Training, size: int, model: Model) -> Callable[[Size], Size]:
@@ -578,7 +640,12 @@ def _size_step(model: Model) -> int:
 
 
 def _read(
-    source: str | Path, training: Training, captions: Sequence[str], control: str | None, name: str = "pictures"
+    source: str | Path,
+    training: Training,
+    captions: Sequence[str],
+    control: str | None,
+    name: str = "pictures",
+    split: str = "train",
 ) -> PictureFolder:
     column, masked = training.caption_column, training.unmasked_weight != 1 and control != MASK
     try:
@@ -587,8 +654,8 @@ def _read(
         )
     except InputError as error:
         raise (error.about(name) if error.argument == "pictures" else error) from None
-    if not len(pictures := pictures.split("train")):
-        raise InputError(name, "has no picture of the split 'train'", value=source)
+    if not len(pictures := pictures.split(split)):
+        raise InputError(name, f"has no picture of the split {split!r}", value=source)
     return pictures
 
 
@@ -726,12 +793,12 @@ def _data(
     plan: Plan,
     store: Store,
     say: Callable[[str], None],
-) -> tuple[Any, dict[str, Any]]:
-    """Encode all images, and return the samples and shared data of ``denoising_data``, or a ``Dataset`` of samples."""
+) -> tuple[Any, dict[str, Any], list[Any]]:
+    """Encode all images; return the samples or a ``Dataset`` of them, the shared data, and held-out samples by size."""
     least = (training.unmasked_weight or 0.0) if given.masked else None
     weighted = training.regularisation is not None
     encoder = Encoder.of(model, params, mesh, store, 1 + training.flip, least, weighted, say)
-    encoder.encode([*given.items, *given.prior])
+    encoder.encode([*given.items, *given.prior, *given.held_out])
     groups = list(by_size(given.items).values())
     parts = [encoder.samples(items, readers, _spelled(model, items), length) for items in groups]
     data, shared = parts[0]
@@ -744,4 +811,6 @@ def _data(
     if given.prior:
         prior, _ = encoder.samples(given.prior, readers, sets[1], length)
         shared["prior"] = jax.tree.map(lambda leaf: leaf[:], prior)
-    return data, shared
+    others = by_size(given.held_out).values()
+    held_out = [encoder.samples(items, readers, _spelled(model, items), length)[0] for items in others]
+    return data, shared, held_out

@@ -142,7 +142,8 @@ class Inversion(InversionRecord):
             to_save = ArrayToSave(self.token, rows.shape, rows.dtype, partial(np.asarray, rows))
             target.parent.mkdir(parents=True, exist_ok=True)
             path = target.parent / names[part]
-            write_safetensors(path.with_stem(path.stem + step), [to_save], {"format": "pt", **recorded(training)})
+            metadata = {"format": "pt", **recorded(training, model.overrides)}
+            write_safetensors(path.with_stem(path.stem + step), [to_save], metadata)
         return target
 
 
