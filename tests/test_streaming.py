@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,13 +160,14 @@ TRANSFORMERS = [name for name, networks in PRESETS.items() if isinstance(network
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_layers_are_copied_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the released sizes, text encoders with their eyes, too: no layer's weights are copied when they are used."""
+    """No layer's weights are copied when they are used: released sizes and the shortest text, or with a reference."""
     networks, late = PRESETS[name], list[str]()
     params = {part: abstract_params(spec, "bfloat16", ONE) for part, spec in networks.specs(streamed=True).items()}
+    wanted, latents = Programs(networks, ONE).wanted, networks.latent_shape(1, 512, 512)
     kinds = Kinds(guided=(True,), decoder=None)
+    every = [wanted(params, latents, replace(kinds, lengths=networks.text.up_to_shortest(1)[0]))]
     if networks.denoiser.facts.edits:
-        kinds = kinds.adding(ReadsReferences(((512, 512),)))
-    programs = Programs(networks, ONE).wanted(params, networks.latent_shape(1, 512, 512), kinds)
+        every.append(wanted(params, latents, kinds.adding(ReadsReferences(((512, 512),)))))
     weight, names = nn._weight, dict[int, str]()
 
     def used(p: Any, x: Any) -> Any:
@@ -173,7 +175,7 @@ def test_layers_are_copied_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return weight(p, x)
 
     monkeypatch.setattr(nn, "_weight", used)
-    for program in (programs["text encoder"], programs["guided denoiser"]):
+    for program in (some[name] for some in every for name in ("text encoder", "guided denoiser")):
 
         def traced(weights: Any, *inputs: Any, function: Any = program.function) -> Any:
             names.update((id(leaf), key) for key, leaf in flatten(weights))
