@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,7 +164,7 @@ def test_layers_are_copied_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     params = {part: abstract_params(spec, "bfloat16", ONE) for part, spec in networks.specs(streamed=True).items()}
     wanted, latents = Programs(networks, ONE).wanted, networks.latent_shape(1, 512, 512)
     kinds = Kinds(guided=(True,), decoder=None)
-    every = [wanted(params, latents, replace(kinds, lengths=networks.text.up_to_shortest(1)[0]))]
+    every = [wanted(params, latents, kinds._replace(lengths=networks.text.up_to_shortest(1)[0]))]
     if networks.denoiser.facts.edits:
         every.append(wanted(params, latents, kinds.adding(ReadsReferences(((512, 512),)))))
     weight, names = nn._weight, dict[int, str]()

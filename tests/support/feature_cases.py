@@ -423,7 +423,7 @@ def _refusals() -> dict[frozenset[tuple[str, str]], tuple[str, ...]]:
     refuse("start", ["resumed"], "texts", ["hires"], "hires", "denoising_start")
     refuse("start", ["latents", "resumed"], "noise", ["variation", "seed_size"], "latents", "variation_strength")
     refuse("guidance", ["pag"], "unet", ["reuse"], "pag_scale", "reuse")
-    refuse("guidance", ["cfg_pp"], "sampler", ["heun", "dpmpp_sde"], "guidance_method", "sampler")
+    refuse("guidance", ["cfg_pp"], "sampler", ["own", "heun", "dpmpp_sde"], "guidance_method", "sampler")
     refuse("guidance", ["steps"], "end", hires, "guidance_steps", "hires")
     refuse("guidance", ["steps"], "texts", ["hires"], "guidance_steps", "hires")
     refuse("prompt", ["and"], "unet", ["reuse"], "AND", "reuse")
