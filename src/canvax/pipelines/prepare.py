@@ -150,10 +150,9 @@ def columns_of(
     shared: dict[str, HostArray] = {}
     if request.control is not None:
         steps = table.step - table.step[0]
-        forecast = (np.diff(steps) > 1).any()  # a table with forecasts has rows of some steps alone
-        rows = int(steps[-1]) + 1 if forecast else len(table)
+        rows = max(len(table), int(steps[-1]) + 1)  # fewer are left of a table with forecasts
         column = strengths(model, request.control, options, rows, controls)
-        shared["control"] = column[steps] if forecast else column
+        shared["control"] = column if rows == len(table) else column[steps]
     numbers = [{**options.guidance_numbers, "weights": weights} for weights in request.texts.weights]
     return [{**shared, **filled_columns(request.rule, values, len(table))} for values in numbers]
 
