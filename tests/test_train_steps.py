@@ -245,10 +245,13 @@ def test_one_callback_gets_values_and_images(tmp_path: Path, monkeypatch: pytest
 # Optimizers by name
 
 
-@pytest.mark.parametrize(("name", "rate"), [("adamw", 0.03), ("adafactor", 0.03), ("lion", 0.003), ("prodigy", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "rate"), [("adamw", 0.03), ("adafactor", 0.03), ("lion", 0.003), ("prodigy", 1.0), ("schedule-free", 0.03)]
+)
 def test_optimizers_by_name(name: Any, rate: float, tmp_path: Path) -> None:
     """Each finds the minimum, by steps that are its own, and resumes; another in the same folder is refused."""
-    plan = Plan(750, 4, rate, chunk=250, average=0.0, weight_decay=0.0, optimizer=name)
+    final = 1.0 if name == "schedule-free" else 0.01
+    plan = Plan(750, 4, rate, chunk=250, average=0.0, weight_decay=0.0, final=final, optimizer=name)
 
     def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
         return jnp.square(p["w"] - 1.0).mean() + jnp.square(p["part"]["m"] + 1.0).mean() + 0 * samples.sum(), {}
@@ -264,7 +267,7 @@ def test_optimizers_by_name(name: Any, rate: float, tmp_path: Path) -> None:
     np.testing.assert_allclose(trained["part"]["m"], -1.0, atol=0.1)
     names = {entry.name.rsplit(".", 1)[0] for entry in open_safetensors(tmp_path / "whole" / STATE)}
     kept = {"adamw": "optimizer.1.nu", "adafactor": "optimizer.1.v_row", "lion": "optimizer.1.mu",
-            "prodigy": "optimizer.1.params0"}  # fmt: skip
+            "prodigy": "optimizer.1.params0", "schedule-free": "optimizer.1.z"}  # fmt: skip
     assert any(entry.startswith(kept[name]) for entry in names)
     assert any(entry.startswith("optimizer.1.nu") for entry in names) == (name == "adamw")
     plan = replace(plan, optimizer="lion" if name == "adamw" else "adamw")
@@ -272,9 +275,70 @@ def test_optimizers_by_name(name: Any, rate: float, tmp_path: Path) -> None:
         begin(Session(tmp_path / "whole", mesh=one()))
 
 
+def test_schedule_free_gives_its_average(tmp_path: Path) -> None:
+    """Its result, saved weights and previews are the parameters for evaluation of optax's optimizer."""
+    plan = Plan(12, 4, 0.03, warmup=4, chunk=4, average=0.0, final=1.0, weight_decay=0.1, optimizer="schedule-free")
+    found: dict[int, Any] = {}
+
+    def keep(step: int, params: Any) -> None:
+        found[step] = jax.tree.map(np.array, params)
+
+    session = Session(tmp_path, mesh=one(), save=keep, save_steps=4, preview=keep, preview_steps=8)
+    start = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    found[12], _ = fit(start, distance_of_matrix, X, 12, plan, session)
+    rate = optax.linear_schedule(0.03 / 4, 0.03, 3)
+    parts = optax.scale_by_rms(plan.b2, eps_in_sqrt=False, bias_correction=True), optax.add_decayed_weights(0.1)
+    base = optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    free = optax.contrib.schedule_free(base, lambda count: rate(count - 1))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), free)
+    params = jax.tree.map(jnp.asarray, start)
+    with jax.numpy_dtype_promotion("standard"):
+        state: Any = optimizer.init(params)
+        for step in range(1, 13):
+            gradient = jax.grad(lambda p: distance_of_matrix(p, None, None, None)[0])(params)
+            changes, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, changes)
+            if step in found:
+                wanted = optax.contrib.schedule_free_eval_params(state[1], params)["w"]
+                np.testing.assert_allclose(found[step]["w"], wanted, rtol=1e-5)
+                assert np.abs(wanted - params["w"]).max() > 1e-3
+    assert found.keys() == {4, 8, 12}
+
+
+def distance_of_matrix(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+    return jnp.square(p["w"] + 1.0).mean(), {}
+
+
+@pytest.mark.parametrize("name", ["final", "average"])
+def test_schedule_free_has_no_schedule(name: str) -> None:
+    with refused(name):
+        Plan(1, 1, optimizer="schedule-free", **{"final": 1.0, "average": 0.0, name: 0.5})
+
+
 def test_prodigy_wants_a_factor() -> None:
     with refused("learning_rate"):
         Plan(1, 1, 1e-4, optimizer="prodigy")
+
+
+def test_a_step_that_does_not_fit_is_made_lighter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, before the first step; a resumed run begins with it; one that fits stays."""
+    calls: list[str] = []
+
+    def step(state: Any, samples: Any, shared: Any, key: Any) -> Any:
+        return {"n": state["n"] + (1.0 if calls else 100.0)}, {}
+
+    def go(folder: str, free: int, steps: int) -> Any:
+        monkeypatch.setattr(sessions, "free_bytes", lambda _: free)
+        session = Session(tmp_path / folder, mesh=one(), lighter=lambda: calls.append(folder))
+        return float(run(step, {"n": jnp.float32(0)}, X, steps, session, batch=4)[0]["n"])
+
+    assert go("large", 10**12, 3) == 300
+    assert not calls
+    assert go("small", -1, 3) == 3
+    assert calls == ["small"]
+    calls.clear()
+    assert go("small", 10**12, 5) == 5
+    assert calls == ["small"]
 
 
 # FSDP

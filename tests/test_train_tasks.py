@@ -52,7 +52,7 @@ from canvax.train.lora import LORA_PLAN, Lora, train_lora
 from canvax.train.low_rank import FORMATS, LAYERS
 from canvax.train.pictures import read_pictures
 from canvax.train.settings import LoraRecord, WordCaptions
-from canvax.train.state import save_state
+from canvax.train.state import read_facts, save_state
 from canvax.train.task import PLAN as PLAN_OF_MODELS
 from canvax.train.task import InitialState, Subject, Training
 from canvax.train.textual_inversion import CAPTIONS, Inversion, train_inversion
@@ -108,6 +108,26 @@ def test_a_low_rank_leaf_is_a_change_of_the_weight() -> None:
             conv2d(apart, x, stride=stride), conv2d(whole, x, stride=stride), rtol=1e-3, atol=1e-4
         )
     np.testing.assert_allclose(conv2d_of_doubled(apart, x), conv2d_of_doubled(whole, x), rtol=1e-3, atol=1e-4)
+
+
+def test_a_kronecker_product_is_a_change_of_the_weight() -> None:
+    """Of two whole factors and of one that is a product; of a matrix and of convolutions."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    for kernel in ((), (3, 3)):
+        x = draw(2, *kernel, 6)
+        layer = {"weight": draw(*kernel, 6, 8)}
+        for second in ({"w2": draw(*kernel, 3, 4)}, {"down": draw(*kernel, 3, 2), "up": draw(2, 4)}):
+            w1 = draw(2, 2)
+            w2 = second["w2"] if "w2" in second else np.einsum("...ir,ro->...io", second["down"], second["up"])
+            added = np.kron(w1, w2) if not kernel else np.stack([np.kron(w1, w) for w in np.reshape(w2, (9, 3, 4))])
+            whole = {"weight": layer["weight"] + added.reshape(*kernel, 6, 8)}
+            for apply in (conv2d, conv2d_of_doubled) if kernel else (linear,):
+                got = apply({**layer, LOW_RANK: {"w1": w1, **second}}, x)
+                np.testing.assert_allclose(got, apply(whole, x), rtol=1e-3, atol=1e-4)
 
 
 def test_which_layers(model: Path) -> None:
@@ -291,6 +311,115 @@ def test_a_lora_over_a_unet_of_8_bits(model: Path, pictures: Path, tmp_path: Pat
     np.testing.assert_allclose(found["int8"], found[None], rtol=0.02)
     assert found["int8"] != found[None]
     assert list((tmp_path / "int8" / "previews").iterdir())
+
+
+KINDS_OF_FACTORS: list[dict[str, Any]] = [
+    {"dora": True, "layers": "all", "conv_rank": 3, "ranks": {"mid_block": 1, "encoder.layers.0": 5}},
+    {"dora": True, "names": "kohya", "alpha": 1.0, "conv_rank": 3, "layers": "all"},
+    {"lokr": 4, "names": "kohya", "rank": 3, "layers": "all", "conv_rank": 1, "alpha": 1.0, "ranks": {"mid_block": 64}},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FACTORS)
+def test_files_are_what_was_trained(model: Path, pictures: Path, tmp_path: Path, kind: dict[str, Any]) -> None:
+    """New factors change nothing; trained ones in their file are the weights that training and its previews had."""
+    loaded, run = canvax.load(model, mesh=one()), training(model, pictures, tmp_path / "run")
+    lora = Lora(**{"rank": 2, "text": True, **kind})
+    lora.check(loaded.model, run)
+    params = dict(loaded.params)
+    before = lora.begin(loaded.model, dict(params), run, jnp.float32)
+    rng = np.random.default_rng(0)
+    factors = jax.tree.map(lambda leaf: (leaf + rng.uniform(0.1, 0.2, leaf.shape)).astype(np.float32), before.trained)
+    changed = lora.shown(loaded.model, params, factors)
+    file = lora.save(tmp_path / "file.safetensors", loaded.model, {}, factors, run)
+    assert json.loads(read_metadata(file)["canvax.training"]).items() >= lora.changed.items()
+    loaded.adapters.load("mine", file)
+    for component in factors:
+        unchanged = dict(flatten(lora.shown(loaded.model, params, before.trained)[component]))
+        old, new, got = (dict(flatten(tree[component])) for tree in (params, changed, loaded.params))
+        for name, wanted in new.items():
+            np.testing.assert_allclose(unchanged[name], old[name], atol=1e-6)
+            np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-5)
+        names = [f"{name}.weight" for name in factors[component]]
+        assert all((np.abs(new[name] - old[name]) > 1e-3).any() for name in names)
+        layer = next(name for name in names if new[name].ndim == 2)
+        part, x = layer.removesuffix(".weight"), jnp.asarray(rng.standard_normal((2, len(new[layer]))), jnp.float32)
+        beside: Any = before.assemble(factors, params)[component]
+        for step in part.split("."):
+            beside = beside[step]
+        np.testing.assert_allclose(
+            linear({**beside, "bias": jnp.zeros(())}, x), x @ jnp.asarray(new[layer]), rtol=1e-3, atol=1e-4
+        )
+    sizes = {len(pair["up"]) for pair in factors["unet"].values() if "up" in pair}
+    assert sizes == {3, 1} if "lokr" in kind else sizes >= {2, 3}
+    assert any("w2" in pair for pair in factors["unet"].values()) == ("lokr" in kind)
+    if "lokr" not in kind:
+        again = replace(lora, start=file)
+        again.check(loaded.model, run)
+        jax.tree.map(
+            np.testing.assert_array_equal, again.begin(loaded.model, dict(params), run, jnp.float32).trained, factors
+        )
+        with refused("start"):
+            replace(again, dora=False).check(loaded.model, run)
+        with refused("rank"):
+            replace(again, conv_rank=2).check(loaded.model, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS_OF_FACTORS[::2])
+def test_a_killed_run_of_each_kind_resumes(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
+) -> None:
+    lora, real = Lora(**{"rank": 2, **kind, "ranks": ()}), task.Session
+
+    def go(folder: str, stop: int = 0) -> Any:
+        def die(step: int, values: Any, images: Any) -> None:
+            if step == stop:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(task, "Session", lambda *a, **more: real(*a, **more | {"log": die, "save_every": 0.0}))
+        return train_lora(training(model, pictures, tmp_path / folder), lora, one())
+
+    whole = go("whole")
+    with pytest.raises(KeyboardInterrupt):
+        go("parts", 4)
+    first, second = (list(open_safetensors(path)) for path in (whole, go("parts")))
+    assert [(e.name, e.read().tobytes()) for e in first] == [(e.name, e.read().tobytes()) for e in second]
+    assert (
+        read_log(tmp_path / "whole" / "lora" / LOG)[-1]["loss"]
+        == read_log(tmp_path / "parts" / "lora" / LOG)[-1]["loss"]
+    )
+    assert any(e.read().any() for e in first if e.name.endswith(("lora_B.weight", "lora_up.weight", "w2", "w2_b")))
+    for name, value in {"dora": not lora.dora, "conv_rank": 2, "ranks": {"mid_block": 1}, "lokr": 5}.items():
+        if not (name == "dora" and lora.lokr) and not (name == "lokr" and lora.dora):
+            with pytest.raises(InputError):
+                train_lora(
+                    training(model, pictures, tmp_path / "parts", plan=replace(PLAN, steps=6)),
+                    replace(lora, **{name: value}),
+                    one(),
+                )
+
+
+@pytest.mark.slow
+def test_activations_are_recomputed_where_a_step_does_not_fit(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with ``remat=True``, to the bit; never on a CPU, nor if the caller says no."""
+    monkeypatch.setattr("canvax.train.session.free_bytes", lambda _: 10_000)
+    lora, found = Lora(rank=2), {}
+    for name, remat, ladder in (
+        ("asked", True, True),
+        ("found", None, True),
+        ("cpu", None, False),
+        ("no", False, True),
+    ):
+        monkeypatch.setattr(task, "_has_ladder", lambda _, ladder=ladder: ladder)
+        assert train_lora(training(model, pictures, tmp_path / name, remat=remat), lora, one())
+        found[name] = [line["loss"] for line in read_log(tmp_path / name / "lora" / LOG)]
+        assert ("0.0 MB are free" in capsys.readouterr().err) == (name == "found")
+        assert read_facts(tmp_path / name / "lora" / STATE)["lightened"] == (name == "found")
+    assert found["found"] == found["asked"]
+    assert found["cpu"] == found["no"]
 
 
 @pytest.mark.weekly
@@ -490,9 +619,9 @@ def test_a_word(model: Path, pictures: Path, tmp_path: Path) -> None:
 def test_files_of_a_word_on_the_way(tmp_path: Path) -> None:
     rows = {part: {"rows": np.ones((1, 4), np.float32)} for part in ("text_encoder", "text_encoder_2")}
     inversion = Inversion("<a>", "toy")
-    unused: Any = None
+    model: Any = SimpleNamespace(overrides={})
     run = training(tmp_path, tmp_path, tmp_path)
-    inversion.save(task.numbered(inversion.files(tmp_path)[0], 500), unused, {}, rows, run)
+    inversion.save(task.numbered(inversion.files(tmp_path)[0], 500), model, {}, rows, run)
     names = {"learned_embeds-000500.safetensors", "learned_embeds_2-000500.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
@@ -712,6 +841,14 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["lora", "{p}", "--save_every_n_epochs", "1"], "--save-every"),
         (["lora", "{p}", "--empty-captions", "1"], "--empty-captions"),
         (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight"),
+        (["lora", "{p}", "--lokr", "8"], "--lokr"),
+        (["lora", "{p}", "--lokr", "8", "--format", "kohya", "--dora"], "--dora"),
+        (["lora", "{p}", "--lokr", "8", "--format", "kohya", "--from", "a"], "--from"),
+        (["lora", "{p}", "--conv-dim", "8"], "--conv-rank"),
+        (["lora", "{p}", "--ranks", "mid_block=0"], "--ranks"),
+        (["lora", "{p}", "--ranks", "middle=4"], "--ranks"),
+        (["dreambooth", "{p}", "-p", "sks", "--ranks", "mid_block=4"], "--ranks"),
+        (["dreambooth", "{p}", "-p", "sks", "--dora"], "--dora"),
         (["dreambooth", "{p}", "-p", "sks", "--unmasked-weight", "0.5"], "--unmasked-weight"),
     ],
 )
@@ -746,6 +883,7 @@ def test_flags_make_the_records() -> None:
     words += ["--encoded", "e", "--validation", "0.1", "--reg-data-dir", "c", "--prior-loss-weight", "0.5"]
     lora = ["--rank", "8", "--alpha", "2", "--layers", "all", "--text-encoder", "--text-lr", "1e-5", "--format"]
     lora += ["kohya", "--trigger", "w", "--title", "t", "--from", "f", "--save-dtype", "float16"]
+    lora += ["--dora", "--conv-dim", "3", "--ranks", "a=1", "--ranks", "b=2"]
     arguments = parse(["train", "lora", "images", "-o", "run", *words, *lora, "--quantize", "int8"])
     plan = replace(
         LORA_PLAN, steps=7, batch=2, learning_rate=1e-3, warmup=3, final=0.5, average=0.9, weight_decay=0.0,
@@ -758,7 +896,10 @@ def test_flags_make_the_records() -> None:
         shuffle_captions=True, keep_tokens=2, noise_offset=0.05, times="logit-normal",
         validation=0.1, regularisation="c", regularisation_weight=0.5,
     )  # fmt: skip
-    assert _made(Lora, arguments) == Lora(8, 2.0, "all", True, 1e-5, "kohya", "w", "t", "f", "float16")
+    assert _made(Lora, arguments) == Lora(
+        8, 2.0, "all", True, 1e-5, "kohya", "w", "t", "f", "float16", True, 3, {"a": 1, "b": 2}
+    )
+    assert _made(Lora, parse(["train", "lora", "i", "-o", "r", "--factor", "8", "--format", "kohya"])).lokr == 8
     for name, usual in (("lora", LORA_PLAN), ("controlnet", CONTROL_PLAN), ("finetune", PLAN_OF_MODELS)):
         made = _training(parse(["train", name, "images", "-o", "run"]))
         assert (made.plan, made.empty) == (usual, 0.1 if name == "finetune" else 0.0)

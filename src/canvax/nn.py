@@ -25,9 +25,12 @@ LOW_RANK = "lora"
 """Key of a low-rank adapter in the same layer as ``weight`` (Hu et al. 2021, section 4.1): ``down`` [in, r], for a
 convolution [kh, kw, in, r], and ``up`` [r, out], into which the adapter's scale is multiplied. An optional ``share``
 [B, r] weights the r inner channels for each image: with several adapters concatenated along r, each image of a batch
-has a different mixture."""
+has a different mixture. A LoKr has ``w1`` [in, out] of its first factor, and ``down`` and ``up``, or ``w2`` in the
+layout of a weight, of its second."""
 
 SHARE = "share"
+GAIN = "gain"
+"""Key in a low-rank adapter: DoRA's factor of each output [out] before the bias, minus 1, for precision in 16 bits."""
 
 
 def linear_spec(
@@ -118,16 +121,30 @@ def _completed(p: Params, y: Array, inner: Callable[[Array], Array]) -> Array:
     """Add the layer's low-rank adapter and bias to ``y``; ``inner(down)`` applies the adapter's first half."""
     if LOW_RANK in p:
         y = y + _low_rank(p[LOW_RANK], inner)
+        if GAIN in p[LOW_RANK]:
+            y = y + y * jax.lax.broadcast_to_rank(p[LOW_RANK][GAIN], y.ndim)
     return _biased(p, y)
 
 
 def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
     """Return the low-rank adapter's contribution, ``(inner(down) * share) @ up``."""
+    if "w1" in factors:
+        return inner(product(factors))
     between = inner(factors["down"])
     if SHARE in factors:
         share = factors[SHARE]
         between = between * share.reshape(share.shape[0], *[1] * (between.ndim - 2), share.shape[1])
     return matmul(between, factors["up"])
+
+
+def product(factors: Params) -> Array:
+    """Return the change of a weight: ``down @ up``; of a LoKr the Kronecker product of ``w1`` and that, or ``w2``."""
+    second = factors["w2"] if "w2" in factors else jnp.einsum("...ir,ro->...io", factors["down"], factors["up"])
+    if "w1" not in factors:
+        return second
+    whole = jnp.einsum("ab,...io->...aibo", factors["w1"], second)
+    *kernel, a, i, b, o = whole.shape
+    return whole.reshape(*kernel, a * i, b * o)
 
 
 def without_shares(p: Params) -> tuple[Params, Array | None]:

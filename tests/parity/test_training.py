@@ -183,7 +183,7 @@ def pytorch_losses(
     """20 updates of AdamW, clipped, of a loss of what a step drew."""
     groups = [(2e-3, list(parameters)), *((rate, list(own)) for rate, own in (rates or {}).items())]
     split = [
-        {"params": [p for p in own if (p.ndim > 1) == decays], "lr": rate, "weight_decay": 0.01 * decays}
+        {"params": [p for p in own if (p.squeeze().ndim > 1) == decays], "lr": rate, "weight_decay": 0.01 * decays}
         for rate, own in groups
         for decays in (True, False)
     ]
@@ -244,9 +244,10 @@ def pipeline_of_result(folder: Path, result: Path) -> Any:
 
 
 @pytest.mark.weekly
-def test_lora(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"dora": True, "conv_rank": 2, "ranks": {"mid_block": 3, "attn2": 5}}])
+def test_lora(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path, more: dict[str, Any]) -> None:
     """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
-    folder, lora = xl, Lora(rank=4, alpha=2.0, layers="all", text=True, text_rate=5e-4)
+    folder, lora = xl, Lora(rank=4, alpha=2.0, layers="all", text=True, text_rate=5e-4, **more)
     file = train_lora(training(folder, tmp_path / "run", pictures), lora, one_device())
     assert file is not None
     assert file == tmp_path / "run" / "pytorch_lora_weights.safetensors"
@@ -265,8 +266,12 @@ def test_lora(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) ->
 
 def check_factors(saved: Mapping[str, Any], modules: Mapping[tuple[str, str], Any]) -> None:
     """The arrays of a LoRA file against PEFT's layers after the same training."""
-    assert len(saved) == 2 * len(modules)
+    assert len(saved) == sum(p.requires_grad for layer in modules.values() for p in layer.parameters())
     for (component, module), layer in modules.items():
+        for magnitudes in layer.lora_magnitude_vector.values():
+            got = saved[f"{component}.{module}.lora_magnitude_vector{'.weight' * component.startswith('text')}"]
+            assert got.shape == magnitudes.weight.shape
+            assert (got - magnitudes.weight).abs().max() < 1e-3
         for half in "AB":
             trained = getattr(layer, f"lora_{half}")["default"].weight.detach()
             got = saved[f"{component}.{module}.lora_{half}.weight"]
@@ -285,7 +290,11 @@ def with_peft(pipe: Any, start: Mapping[str, Any], lora: Lora) -> dict[tuple[str
         # Newer versions of transformers have no text_model in front.
         theirs = {name: name if name in known else name.removeprefix("text_model.") for name in of}
         exactly = "|".join(name.replace(".", r"\.") for name in theirs.values())
-        config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=f"({exactly})")
+        ranks = {theirs[name]: len(pair["up"]) for name, pair in of.items()}
+        config = peft.LoraConfig(
+            r=lora.rank, lora_alpha=alpha, target_modules=f"({exactly})", use_dora=lora.dora, rank_pattern=ranks,
+            alpha_pattern={name: alpha * rank / lora.rank for name, rank in ranks.items()},
+        )  # fmt: skip
         peft.inject_adapter_in_model(config, network)
         named = dict(network.named_modules())
         for name, pair in of.items():

@@ -151,7 +151,7 @@ def test_lora(
 ) -> None:
     """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
     folder, (_, kind, velocity) = checkpoints[family], FAMILIES[family]
-    lora = Lora(rank=3, alpha=6.0, layers=layers)
+    lora = Lora(rank=3, alpha=6.0, layers=layers, dora=family == "z-image")
     of_class = Subject(prior=pictures, prior_caption="a fruit", prior_weight=0.5) if prior else Subject()
     file = train_lora(training(folder, tmp_path / "run", pictures, remat=remat), lora, one_device(), subject=of_class)
     assert file is not None
@@ -419,6 +419,10 @@ def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_pat
         "shuffle_captions": lambda: train_lora(replace(run, shuffle_captions=True), Lora(), one_device()),
         "names": lambda: train_lora(run, Lora(names="kohya"), one_device()),
         "text": lambda: train_lora(run, Lora(text=True), one_device()),
+        "dora": lambda: train_lora(run, Lora(dora=True), one_device()),
+        "lokr": lambda: train_lora(run, Lora(lokr=8, names="kohya"), one_device()),
+        "conv_rank": lambda: train_lora(run, Lora(conv_rank=8, layers="all"), one_device()),
+        "ranks": lambda: train_lora(run, Lora(ranks={"mid_block": 8}), one_device()),
         "size": lambda: train_lora(replace(run, size=24), Lora(), one_device()),
         "caption": lambda: train_lora(run, Lora(), one_device(), subject=Subject(("a" * 2000,))),
     }.items():

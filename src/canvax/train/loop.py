@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, conflict
 from canvax.parallel import multihost
 from canvax.params import Params
 from canvax.settings import check_all, check_setting
@@ -57,8 +57,9 @@ class Plan(PlanRecord):
         rates: top-level key of the parameters -> its learning rate, where it differs.
         minutes: choose ``steps`` to take about this long; measured once, at the beginning of the run.
         optimizer: "adamw"; "adafactor", whose second moments are small (Shazeer and Stern 2018); "lion", which needs a
-            tenth of the rate and ten times the decay (Chen et al. 2023); or "prodigy" (Mishchenko and Defazio 2023),
-            which finds its rate, of which ``learning_rate`` is a factor, and decays all arrays.
+            tenth of the rate and ten times the decay (Chen et al. 2023); "prodigy" (Mishchenko and Defazio 2023),
+            which finds its rate, of which ``learning_rate`` is a factor, and decays all arrays; or "schedule-free"
+            (Defazio et al. 2024), AdamW at a constant rate that averages the parameters.
     """
 
     def __post_init__(self) -> None:
@@ -73,6 +74,12 @@ class Plan(PlanRecord):
         if self.optimizer == "prodigy" and self.learning_rate < 0.1:
             problem = "is a factor of the rate that Prodigy finds"
             raise InputError("learning_rate", problem, cure="1 is usual", value=self.learning_rate)
+        if self.optimizer == "schedule-free":
+            for name, usual in (("final", 1), ("average", 0)):
+                if (value := getattr(self, name)) != usual:
+                    why = "it has a constant rate and its own average"
+                    cure = f"give {{{name}={usual}}}"
+                    raise conflict(name, "optimizer='schedule-free'", why=why, cure=cure, value=value)
         if self.warmup is None:
             object.__setattr__(self, "warmup", min(500, self.steps // 10))
 
@@ -152,7 +159,11 @@ def fit(
 def _steps_in(plan: Plan, trial: Callable[[Session], Any], session: Session, chunk: int) -> int:
     """Return the number of steps that fit into ``plan.minutes``, by timing two chunks whose result is discarded."""
     seconds: list[float] = []
-    trial(Session(None, session.name, session.mesh, log=lambda _, values, __: seconds.append(values["seconds"])))
+
+    def log(_: int, values: Mapping[str, float], __: Any) -> None:
+        seconds.append(values["seconds"])
+
+    trial(Session(None, session.name, session.mesh, log=log, lighter=session.lighter))
     steps = max(1, int((plan.minutes or 0) * 60 / min(seconds))) * chunk
     return multihost.broadcast_seeds([steps])[0] if multihost.is_spread(session.mesh) else steps
 
@@ -196,6 +207,11 @@ def _optimizer(plan: Plan, steps: int | Array) -> Any:
     else:
         parts = [optax.scale_by_adam(b2=plan.b2), decay]
     scale = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), rated)
+    if plan.optimizer == "schedule-free":  # it counts from 1
+        second = optax.scale_by_rms(plan.b2, eps_in_sqrt=False, bias_correction=True)
+        base = optax.chain(second, decay, scale)
+        free = optax.contrib.schedule_free(base, lambda count: rate_of(count - 1))
+        return optax.chain(optax.clip_by_global_norm(plan.clip), free)
     return optax.chain(optax.clip_by_global_norm(plan.clip), *parts, scale)
 
 

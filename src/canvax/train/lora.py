@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from canvax.errors import InputError
+from canvax.errors import InputError, conflict
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.models.denoiser import UNetDenoiser
@@ -24,6 +24,9 @@ from canvax.weights.cast import parse_dtype
 
 LORA_PLAN = replace(PLAN, **TASKS["lora"].plan)
 """Learning rate 1e-4, as in diffusers' scripts."""
+
+KINDS = ("dora", "conv_rank", "ranks", "lokr")
+"""Settings that make another kind of factors than a LoRA of one rank."""
 
 FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers' ``load_lora_weights`` looks for in a folder."""
@@ -46,6 +49,10 @@ class Lora(LoraRecord):
         title: title in the file's metadata; by default the name of the run's folder.
         start: a LoRA of the same rank and layers to begin with: a file, a folder or a Hub id.
         save_dtype: dtype of the file.
+        dora: train the norm of the weights of each output, too (DoRA; Liu et al. 2024).
+        conv_rank: rank of convolutions larger than 1 x 1 (LoCon). The alpha of each layer is in proportion to its rank.
+        lokr: train a LoKr (LyCORIS) with a first factor of at most ``lokr`` x ``lokr``, in files of kohya's names.
+        ranks: parts of layers' names with their ranks: ``{"mid_block": 8}``. The last one that fits a layer counts.
     """
 
     name = "LoRA"
@@ -55,6 +62,10 @@ class Lora(LoraRecord):
     def __post_init__(self) -> None:
         check_all(self)
         parse_dtype(self.save_dtype, "save_dtype")
+        if self.lokr is not None and self.dora:
+            raise conflict("dora", "lokr")
+        if self.lokr is not None and self.start is not None:
+            raise conflict("start", "lokr")
 
     @property
     def scale(self) -> float:
@@ -64,8 +75,15 @@ class Lora(LoraRecord):
     @property
     def facts(self) -> dict[str, Any]:
         """The settings that determine the factors."""
-        start = {} if self.start is None else {"start": str(self.start)}
-        return {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text, **start}
+        facts = {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text}
+        start = None if self.start is None else str(self.start)
+        kind = {name: getattr(self, name) for name in KINDS} | {"ranks": list(self.ranks)}
+        return {**facts, **kind, "start": start}
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The kind and the ranks of the factors, where they are not the default."""
+        return {name: value for name, value in self.facts.items() if value and name in KINDS}
 
     @property
     def rates(self) -> dict[str, float]:
@@ -80,6 +98,9 @@ class Lora(LoraRecord):
     def check(self, model: Model, training: Training) -> None:
         """Refuse what only Stable Diffusion has; read the factors to begin with."""
         if model.networks.denoiser.component != "unet":
+            if self.lokr is not None:
+                problem = f"is not there for {model.family.name} models"
+                raise InputError("lokr", problem, cure="leave it out", value=self.lokr)
             if self.text:
                 raise InputError(
                     "text", f"is for CLIP, and {model.name} reads a language model", cure="leave it out", value=True
@@ -87,6 +108,9 @@ class Lora(LoraRecord):
             if self.names != "peft":
                 cure = "give {names='peft'}"
                 raise InputError("names", f"is not there for {model.family.name} models", cure=cure, value=self.names)
+        chosen = self._targets(model)
+        if self.dora:
+            low_rank.check_single("dora", chosen)
         if self.start is not None:
             self._factors(model, training)
 
@@ -101,6 +125,8 @@ class Lora(LoraRecord):
         texts = () if model.networks.unet is None else model.text.names  # a transformer's are encoded before
         frozen = in_dtype(params, [denoiser, *texts], dtype)
         chosen = self._targets(model)
+        if self.dora:
+            factors = low_rank.with_magnitudes(factors, frozen, chosen, scale=self.scale)
 
         def assemble(trained: Params, frozen: Params) -> Params:
             return low_rank.with_factors(trained, frozen, chosen, scale=self.scale)
@@ -123,13 +149,14 @@ class Lora(LoraRecord):
             "modelspec.trigger_phrase": self.trigger,
             "ss_sd_model_name": written({"model": model.name})["model"],
             "ss_output_name": title,
-            **recorded(training, model.overrides),
+            **recorded(training, model.overrides, self.changed),
         }
         low_rank.write_factors(
             target,
             trained,
             self._targets(model),
             alpha=self.rank if self.alpha is None else self.alpha,
+            rank=self.rank,
             names=self.names,
             dtype=parse_dtype(self.save_dtype),
             metadata={key: value for key, value in metadata.items() if value},
@@ -139,17 +166,21 @@ class Lora(LoraRecord):
     def _factors(self, model: Model, training: Training) -> Params:
         """Make new factors, or read those of ``start``."""
         chosen = self._targets(model)
+        if self.lokr is not None:
+            return low_rank.new_lokr(chosen, self.rank, self.lokr, training.plan.seed)
         if self.start is None:
             return low_rank.new_factors(chosen, self.rank, training.plan.seed)
         denoiser = model.networks.denoiser
         specs = {denoiser.component: denoiser.spec, **model.text.specs}
-        return low_rank.read_factors(self.start, specs, chosen, self.rank, scale=self.scale)
+        return low_rank.read_factors(self.start, specs, chosen, self.rank, scale=self.scale, dora=self.dora)
 
     def _targets(self, model: Model) -> low_rank.Targets:
         networks = model.networks
         specs: dict[str, Spec] = {networks.denoiser.component: networks.denoiser.spec}
         specs |= model.text.specs if self.text else {}
-        return low_rank.targets(specs, self.layers, model.family.stacks)
+        chosen = low_rank.targets(specs, self.layers, model.family.stacks)
+        ranks = {name: int(rank) for name, _, rank in (text.rpartition("=") for text in self.ranks)}
+        return low_rank.with_ranks(chosen, ranks, self.conv_rank)
 
 
 def train_lora(

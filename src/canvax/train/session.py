@@ -28,12 +28,12 @@ from canvax.errors import CanvaxError, InputError, check_count, check_function, 
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
-from canvax.parallel.memory import available_bytes, free_bytes
+from canvax.parallel.memory import available_bytes, free_bytes, gigabytes, program_bytes
 from canvax.parallel.mesh import make_mesh, replicated
 from canvax.params import Params
 from canvax.settings import declared
 from canvax.train.log import Lines, Log, Progress, read_log
-from canvax.train.settings import PlanRecord, TrainingRecord
+from canvax.train.settings import LoraRecord, PlanRecord, TrainingRecord
 from canvax.train.state import TrainState, apart, check_arrays, load_state, on_host, read_facts, save_state
 from canvax.train.step import averaged
 from canvax.types import Array, HostArray
@@ -72,6 +72,8 @@ class Session:
         preview_steps: steps between previews, instead of ``preview_every``.
         watch: former name of ``log``; called with the step and the values.
         fsdp: ``fit`` also splits the trained parameters, their average and the optimizer's state over ``data``.
+        lighter: called if the compiled step does not fit into the devices' free memory; the step, then compiled again,
+            must need less from now on. A resumed run calls it at once if the run had called it.
         log: called with the step, values and images: after each chunk with the means of the logged values and
             no images; after a preview with images and no values.
     """
@@ -90,6 +92,7 @@ class Session:
     watch: Callable[[int, Mapping[str, float]], None] | None = None
     log: Log | None = None
     fsdp: bool = False
+    lighter: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if self.folder == "" or not self.name:
@@ -231,11 +234,12 @@ def run_steps(
         if batch[-1] % mesh.shape["data"] and jax.tree.leaves(data):
             raise InputError("batch", f"cannot be split over {mesh.shape['data']} devices", value=batch[-1])
     state, shared = _placed(state, mesh), _placed(shared, mesh)
-    done = 0
+    done, lightened = 0, False
     if path and path.is_file():
         loaded: Any = load_state(path, state)
         before = read_facts(path)
         state, done = loaded, before["done"] if "done" in before else int(loaded.step)  # earlier versions
+        lightened = before.get("lightened", False)
     if done >= steps and not spread:
         return state, True
     if not drawn and not spread and _bytes(data) <= RESIDENT * (free_bytes(mesh) or 0):
@@ -248,6 +252,9 @@ def run_steps(
         return _placed(apart(data(done, state), state), mesh)
 
     programs: dict[Any, Program] = {}
+    kept = {**facts, "lightened": lightened}
+    if session.lighter and lightened:
+        session.lighter()
 
     def program_of(samples: Any) -> Program:
         leaves, structure = jax.tree.flatten(samples)
@@ -257,6 +264,11 @@ def run_steps(
                 _check_step(step, state, samples, shared)
             progress.say(f"compiling program {len(programs) + 1}" if programs else "compiling")
             programs[key] = _compile(step, state, samples, shared, mesh, seed, not drawn)
+            if session.lighter and not kept["lightened"] and _is_too_large(programs[key], mesh, progress.say):
+                session.lighter()
+                kept["lightened"] = True
+                programs.clear()  # as in a run that resumes from here
+                programs[key] = _compile(step, state, samples, shared, mesh, seed, not drawn)
         return programs[key]
 
     waiting = None
@@ -287,7 +299,8 @@ def run_steps(
         saved -= max(session.save_every - FIRST_STATE, 0)
     if session.save and session.saves(done, steps):
         session.save(done, averaged(state))
-    with _Writer(path if writes else None, {**facts, "total": steps}) as writer, _signals() as signals:
+    kept["total"] = steps
+    with _Writer(path if writes else None, kept) as writer, _signals() as signals:
         while done < steps:
             began = time.monotonic()
             part = draw(done, state) if waiting is None else waiting
@@ -430,6 +443,16 @@ def _placed(tree: State, mesh: Mesh) -> State:
 
 def _bytes(data: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(data))
+
+
+def _is_too_large(program: Program, mesh: Mesh, say: Callable[[str], None]) -> bool:
+    """Return whether a step needs more memory than is free; say both."""
+    needed, free = program_bytes(program), free_bytes(mesh)
+    if needed is None or free is None:
+        return False
+    then = "computing activations again, to save memory" if needed > free else "keeping activations"
+    say(f"a step needs {gigabytes(needed)}, and {gigabytes(free)} are free: {then}")
+    return needed > free
 
 
 def _indexed(data: Any, samples: int, step: Step, shared: Any, mesh: Mesh) -> tuple[HostArray, Step, Any]:
@@ -578,8 +601,12 @@ def differences(path: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return which facts differ from those of a state file, and how."""
     # Compares values as JSON stores them; fields missing in files of earlier versions had these defaults.
     now = json.loads(json.dumps(dict(facts)))
-    usual = {name: field.default for part in (PlanRecord, TrainingRecord) for name, field in declared(part).items()}
-    old = usual | {"rates": {}, "times": "uniform"} | read_facts(path)
+    usual = {
+        name: field.default
+        for part in (PlanRecord, TrainingRecord, LoraRecord)
+        for name, field in declared(part).items()
+    }
+    old = usual | {"rates": {}, "times": "uniform", "ranks": []} | read_facts(path)
     for name in ("pictures", "prior"):
         if len(str(old.get(name))) == 16 and name in now:  # a hash of pixels, by earlier versions
             old[name] = now[name]

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from canvax.call import MAX_SIDE, MOST_IMAGES, MOST_VECTORS, Quantize
+from canvax.call import MAX_SIDE, MOST_IMAGES, MOST_VECTORS, Quantize, read_pairs
+from canvax.errors import InputError
 from canvax.settings import EntryPoint, setting
 
 LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_type", "scheduler")
@@ -18,7 +19,7 @@ LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_t
 
 Layers = Literal["attention", "transformer", "all"]
 Names = Literal["peft", "kohya"]
-Optimizer = Literal["adamw", "adafactor", "lion", "prodigy"]
+Optimizer = Literal["adamw", "adafactor", "lion", "prodigy", "schedule-free"]
 Times = Literal["uniform", "logit-normal", "shifted"]
 Learn = Literal["object", "style", "word"]
 
@@ -69,7 +70,8 @@ class PlanRecord:
     rates: Mapping[str, float] = field(default_factory=dict)
     minutes: float | None = setting(None, "minutes that ``steps`` should take", low=0, above=True, closed=_NO_FLAG)
     optimizer: Optimizer = setting(
-        "adamw", "adamw, adafactor, lion, or prodigy, which finds its learning rate: give a factor of it, 1",
+        "adamw",
+        "adamw, adafactor, lion, schedule-free, or prodigy, which finds its learning rate: give a factor of it, 1",
         metavar="NAME",
     )  # fmt: skip
 
@@ -100,8 +102,9 @@ class TrainingRecord:
         None, "smallest weight of pixels outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
         unset="0", metavar="WEIGHT",
     )  # fmt: skip
-    remat: bool = setting(
-        False, "recompute activations: less memory, more time", flags=("--remat", "--gradient-checkpointing"),
+    remat: bool | None = setting(
+        None, "recompute activations: less memory, more time", unset="if a step needs more than a GPU or TPU has",
+        flags=("--remat", "--gradient-checkpointing"),
     )  # fmt: skip
     dtype: Any = setting(
         None, "dtype of the computation", unset="bfloat16 on GPU and TPU, float32 on the CPU", metavar="DTYPE",
@@ -178,6 +181,20 @@ class TrainingRecord:
     )  # fmt: skip
 
 
+MOST_RANK = 1024
+
+
+def read_ranks(name: str, value: Any) -> tuple[str, ...]:
+    """Read ranks by parts of layers' names, as ``part=rank`` texts."""
+    pairs = read_pairs(name, value)
+    for pair in pairs:
+        part, _, rank = pair.rpartition("=")
+        if not part.strip(".") or not rank.isdecimal() or not 1 <= int(rank) <= MOST_RANK:
+            problem = f"has no part of a layer's name with a rank of 1..{MOST_RANK}"
+            raise InputError(name, problem, cure="for example mid_block=8", value=pair)
+    return pairs
+
+
 _TEXT: dict[str, Any] = {
     "default": False, "help": "train text encoders too", "flags": ("--text-encoder", "--train-text-encoder"),
 }  # fmt: skip
@@ -202,7 +219,7 @@ class WholeRecord:
 class LoraRecord:
     """The fields of ``canvax.train.lora.Lora``."""
 
-    rank: int = setting(4, "rank of the factors", low=1, high=1024, metavar="N", flags=("--rank", "--network-dim"))
+    rank: int = setting(4, "rank of the factors", low=1, high=MOST_RANK, metavar="N", flags=("--rank", "--network-dim"))
     alpha: float | None = setting(
         None, "factor of the change, divided by the rank", low=0, high=10**6, above=True, cure="the rank is usual",
         unset="the rank", flags=("--alpha", "--network-alpha"),
@@ -220,6 +237,21 @@ class LoraRecord:
         flags=("--from", "--network-weights"),
     )  # fmt: skip
     save_dtype: Any = setting(**_SAVE_DTYPE)
+    dora: bool = setting(
+        False, "also train the norm of the weights of each output (DoRA)", flags=("--dora", "--use-dora")
+    )
+    conv_rank: int | None = setting(
+        None, "rank of 3 x 3 convolutions (LoCon)", low=1, high=MOST_RANK, unset="that of the others", metavar="N",
+        error_without="layers='all'", flags=("--conv-rank", "--conv-dim"),
+    )  # fmt: skip
+    ranks: Mapping[str, int] | Sequence[str] = setting(
+        (), "another rank for the layers with this part in their name, such as mid_block=8", repeats=True,
+        metavar="PART=RANK", read=read_ranks,
+    )  # fmt: skip
+    lokr: int | None = setting(
+        None, "train a LoKr (LyCORIS): Kronecker products with a first factor of at most N x N", low=2, high=MOST_RANK,
+        unset="a LoRA", cure="8 is usual", metavar="N", error_without="names='kohya'", flags=("--lokr", "--factor"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

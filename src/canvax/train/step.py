@@ -120,12 +120,21 @@ def make_step(
 
 
 def averaged(state: Any) -> Any:
-    """Return the parameters for inference of each ``TrainState`` in a tree: their moving average if there is one."""
+    """Return the parameters for inference of each ``TrainState`` in a tree: their moving average if there is one.
+
+    It is that of ``make_step(average=...)``, or of a schedule-free optimizer (``optax.contrib.schedule_free``).
+    """
 
     def chosen(part: Any) -> Any:
         if not isinstance(part, TrainState):
             return part
-        return part.params if part.average is None else part.average
+        if part.average is not None:
+            return part.average
+        from optax.contrib import ScheduleFreeState, schedule_free_eval_params
+
+        inner = jax.tree.leaves(part.optimizer, is_leaf=lambda node: isinstance(node, ScheduleFreeState))
+        free = next((node for node in inner if isinstance(node, ScheduleFreeState)), None)
+        return part.params if free is None else schedule_free_eval_params(free, part.params)
 
     return jax.tree.map(chosen, state, is_leaf=lambda part: isinstance(part, TrainState))
 

@@ -94,7 +94,8 @@ class Training(TrainingRecord):
         gamma: bound of the min-SNR weights, None for no weights; flow models have none.
         empty: fraction of empty captions.
         unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
-        remat: recompute activations in the backward pass, which takes less memory but more time.
+        remat: recompute activations in the backward pass, which takes less memory but more time; by default if a step
+            does not fit into the devices' memory, as its compiler reports it. A CPU and several processes do not.
         dtype: dtype of the computation, not float16; by default bfloat16 on GPU and TPU, float32 on the CPU.
         quantize: "int8" or "float8" to keep the large weights of the frozen denoiser in 8 bits, for a LoRA (QLoRA,
             Dettmers et al. 2023); blocks are then recomputed as with ``remat``.
@@ -351,16 +352,27 @@ def train(
     network: Any = model.unet if unet else model.networks.denoiser
     of_model = (model.text if kept is None else None, network, _schedule(model, given.size, times))
     computed: dict[str, Any] = {"dtype": dtype, "assemble": start.assemble, "control": start.control}
-    loss = denoising_loss(
+    recompute = bool(training.remat) or training.quantize is not None  # or all weights would be kept, dequantised
+    loss_of = partial(
+        denoising_loss,
         *of_model,
         **computed,
         gamma=training.gamma,
         focus=(0.0, 1.0) if times == "logit-normal" else None,
         empty=training.empty,
-        remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
         prior=subject.prior_weight,
         noise_offset=training.noise_offset,
     )
+    losses = {remat: loss_of(remat=remat) for remat in (False, True)}
+
+    def loss(*arguments: Any) -> Any:
+        return losses[recompute](*arguments)
+
+    def lighter() -> None:
+        nonlocal recompute
+        recompute = True
+
+    chosen = recompute or training.remat is not None or not _has_ladder(mesh)
     board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
@@ -386,6 +398,7 @@ def train(
         preview_steps=training.preview_steps,
         log=board,
         fsdp=training.fsdp,
+        lighter=None if chosen else lighter,
     )
     with closing(board) if board else nullcontext():
         trained, finished = fit(start.trained, loss, data, count, plan, session, shared)
@@ -393,6 +406,11 @@ def train(
         return None
     save(target, trained)
     return target
+
+
+def _has_ladder(mesh: Mesh) -> bool:
+    """Return True if activations are recomputed where a step does not fit: on one process's accelerators."""
+    return mesh.devices.flat[0].platform != "cpu" and not is_spread(mesh)
 
 
 def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
@@ -403,8 +421,8 @@ def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     return {**same, "model": str(training.model), **aim.facts}
 
 
-def recorded(training: Training, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a run for the metadata of its result: the plan, and what differs from the defaults.
+def recorded(training: Training, overrides: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the settings of a run for the metadata of its result: the plan, what differs from the defaults, and more.
 
     ``overrides`` are those of the model (``Model.overrides``). Under ``scheduler`` is what they change of the base's
     schedule and prediction type; what they leave is that of whichever base the result is used with.
@@ -420,7 +438,7 @@ def recorded(training: Training, overrides: Mapping[str, Any]) -> dict[str, str]
     changed |= {name: value for name, value in overrides.items() if name == "prediction_type"}
     if fields := {name: value for name, value in changed.items() if not name.startswith("_")}:
         values["scheduler"] = fields
-    return {RECORD: json.dumps(values, default=str, sort_keys=True)}
+    return {RECORD: json.dumps({**values, **(more or {})}, default=str, sort_keys=True)}
 
 
 def _schedule(model: Model, size: int, times: str) -> NoiseSchedule:
