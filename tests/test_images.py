@@ -577,6 +577,17 @@ def test_samplers_of_comfyui_with_cfg_pp(tmp_path: Path) -> None:
     assert "guidance_method" not in OTHERS[name]["read"]["options"]
 
 
+def test_the_sampler_of_a1111_with_cfg_pp() -> None:
+    """Its CFG scale of 12.5 is a lambda of 1."""
+    read = from_infotext("a fox\nSteps: 20, Sampler: DDIM CFG++, Schedule type: Automatic, CFG scale: 7.5, Seed: 1")
+    assert (find(read["sampler"])[0].name, read["guidance_scale"]) == ("ddim", 0.6)
+    assert read["options"]["guidance_method"] == "cfg_pp"
+    written = METADATA | {"sampler": "ddim", "guidance_scale": 0.6, "options": {"guidance_method": "cfg_pp"}}
+    back = from_infotext(to_infotext(written))
+    assert [back[name] for name in ("sampler", "guidance_scale")] == ["DDIM", 0.6]
+    assert back["options"]["guidance_method"] == "cfg_pp"
+
+
 def test_what_is_left_of_other_programs() -> None:
     assert find(OTHERS["stable-diffusion.cpp"]["read"]["sampler"])[0].name == "dpmpp_2m"
     assert settings_left(OTHERS["A1111"]["read"]) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}

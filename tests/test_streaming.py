@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,20 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax import nn
 from canvax.call import LAYERS, Load
 from canvax.cli.arguments import build_parser
 from canvax.cli.loading import load_of, load_with
+from canvax.compile.additions import ReadsReferences
+from canvax.compile.kinds import Kinds
+from canvax.compile.programs import Programs
 from canvax.errors import HintWarning
+from canvax.families.known import PRESETS
+from canvax.models.denoiser import TransformerDenoiser
 from canvax.parallel import memory
 from canvax.parallel.memory import MOST_OFFLOADED, streams
 from canvax.parallel.place import on_host
+from canvax.parallel.rules import abstract_params
 from canvax.params import Param, flatten
 from canvax.pipelines import loaded
 from canvax.settings import as_flags, declared
@@ -144,6 +152,37 @@ def test_commands(flag: str) -> None:
     arguments = build_parser().parse_args(["compile", "emoji", "--mesh", "data=1", flag, "-q"])
     shapes = load_with(arguments, weights=False).params
     assert any(map(on_host, jax.tree.leaves(shapes))) == (wanted == LAYERS)
+
+
+TRANSFORMERS = [name for name, networks in PRESETS.items() if isinstance(networks.denoiser, TransformerDenoiser)]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_layers_are_copied_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer's weights are copied when they are used: released sizes and the shortest text, or with a reference."""
+    networks, late = PRESETS[name], list[str]()
+    params = {part: abstract_params(spec, "bfloat16", ONE) for part, spec in networks.specs(streamed=True).items()}
+    wanted, latents = Programs(networks, ONE).wanted, networks.latent_shape(1, 512, 512)
+    kinds = Kinds(guided=(True,), decoder=None)
+    every = [wanted(params, latents, kinds._replace(lengths=networks.text.up_to_shortest(1)[0]))]
+    if networks.denoiser.facts.edits:
+        every.append(wanted(params, latents, kinds.adding(ReadsReferences(((512, 512),)))))
+    weight, names = nn._weight, dict[int, str]()
+
+    def used(p: Any, x: Any) -> Any:
+        late.extend([names.get(id(p["weight"]), "of blocks.0")] * nn._on_host(p["weight"]))
+        return weight(p, x)
+
+    monkeypatch.setattr(nn, "_weight", used)
+    for program in (some[name] for some in every for name in ("text encoder", "guided denoiser")):
+
+        def traced(weights: Any, *inputs: Any, function: Any = program.function) -> Any:
+            names.update((id(leaf), key) for key, leaf in flatten(weights))
+            return function(weights, *inputs)
+
+        jax.clear_caches()  # a block that was traced before would not be seen
+        jax.jit(traced).trace(program.weights(params, lambda leaf: leaf), *program.inputs)
+        assert [name for name in late if re.search(r"(block|layer)s\.\d", name)] == []
 
 
 def test_declared() -> None:

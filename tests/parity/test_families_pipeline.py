@@ -218,6 +218,7 @@ def test_nothing_compiles_twice(model: Model) -> None:
             {"prompt": [PROMPTS[1], "a hen, " * 8]}, {"seed": 3, "latents": None}, {"num_inference_steps": 5},
             {"sampler": "DPM++ 2M"}, {"sampler": "euler_a", "sigmas": "karras"}, {"guidance_scale": 1.5},
             {"sampler_settings": ["shift=6"]}, {"negative_prompt": "blurry"},
+            {"num_inference_steps": 20, "quality": "fast"},
             *([{"image": [picture(165, 215, 1.0), TWO[1]]}, {"image": TWO[::-1]}] if image else []),
             *([{"guidance_scale": 1.0}] if model.name == "z-image" else []),
         ):  # fmt: skip

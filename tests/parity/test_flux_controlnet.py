@@ -19,6 +19,7 @@ from canvax.cli import main
 from canvax.families.flux import NAMES
 from canvax.models.flux import FluxConfig
 from canvax.models.flux_controlnet import FluxControlNet
+from canvax.parallel.place import on_host
 from canvax.params import count, flatten
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, State
@@ -162,15 +163,31 @@ def test_files(kind: str, model: Model, folder: Callable[[str], Path], tmp_path:
     assert (report.family, report.kind and report.kind.flag) == ("FLUX.1", "--controlnet")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["union", "xlabs"])
+def test_streamed_weights(kind: str, model: Model, folder: Callable[[str], Path]) -> None:
+    """Those of the network wait in the host's memory, too; the image is the same, and nothing compiles anew."""
+    pipe, usual = (each.with_controlnet(folder(kind)) for each in (model.loaded(offload="layers"), model.ours))
+    control: Any = {"depth": SHOWN[0]} if kind == "union" else SHOWN[0]
+    np.testing.assert_array_equal(*(draw(model, each, control=control).pixels for each in (pipe, usual)))
+    assert draw(model, pipe, control=control, control_scale=0.5, num_inference_steps=3).compilations == 0
+    assert pipe.params is not None
+    spec = dict(flatten(pipe.model.networks.controls[0][1].spec))
+    leaves = dict(flatten(pipe.params["controlnet"]))
+    assert {name for name, leaf in leaves.items() if on_host(leaf)} == {name for name in spec if spec[name].large}
+
+
 def test_nothing_compiles_twice(model: Model, folder: Callable[[str], Path]) -> None:
     """Another image, type, strength, window and prompt are data."""
     pipe = model.ours.with_controlnet(folder("union"))
     usual: dict[str, Any] = {"control": {"depth": SHOWN[0]}}
+    fast = canvax.Options(quality="fast", progress=False)
     found = [draw(model, pipe, **usual).pixels]
     for changes in (
         {"control": {"depth": SHOWN[1]}}, {"control": {"tile": SHOWN[0]}}, {"control": {"depth:0.5": SHOWN[0]}},
         {"control_scale": 0.8}, {"control_end": 0.5}, {"control_start": 0.5}, {"prompt": ["a hen"] * 2},
         {"image": SHOWN[1], "latents": None, "strength": 0.7, "seed": 1}, {"num_inference_steps": 5},
+        {"num_inference_steps": 20}, {"num_inference_steps": 20, "options": fast},
     ):  # fmt: skip
         result = draw(model, pipe, **usual | changes)
         assert result.compilations == 0 or "image" in changes, changes  # whose encoder is one more program

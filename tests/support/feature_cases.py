@@ -44,7 +44,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "hard": "mask", "filled": "mask", "cropped": "mask", "outpainted": "mask",
     },
     "guidance": {
-        "cfg": "", "steps": "", "off": "off", "interval": "interval", "cfg_zero": "cfg_zero",
+        "cfg": "", "steps": "", "cfg_pp": "", "off": "off", "interval": "interval", "momentum": "momentum",
         "pag": "pag",
     },
     "prompt": {
@@ -218,7 +218,7 @@ class Studio:
         """Arguments of the call for some images, of which each has all of its arguments to itself."""
         options: dict[str, Any] = {"progress": False, **_options(row)}
         call: dict[str, Any] = {
-            "height": HEIGHT, "width": WIDTH, "num_inference_steps": STEPS, "guidance_scale": 4.0,
+            "height": HEIGHT, "width": WIDTH, "num_inference_steps": STEPS,
             "seed": [SEEDS[p] for p in people], "output_type": row["output"],
         }  # fmt: skip
         call |= _texts(row, people, options)
@@ -226,8 +226,7 @@ class Studio:
             negative = call["negative_prompt"]
             call["prompt"] = pipe.encode(call["prompt"], clip_skip=int(row["clip_skip"]))
             call["negative_prompt"] = negative
-        if row["guidance"] == "off":
-            call["guidance_scale"] = 1.0
+        call["guidance_scale"] = {"off": 1.0, "cfg_pp": 0.6}.get(row["guidance"], 4.0)
         if row["schedule"] == "timesteps":
             del call["num_inference_steps"]
         if row["sampler"] != "own":
@@ -299,7 +298,8 @@ def _options(row: Row) -> dict[str, Any]:
         "guidance": {
             "steps": {"guidance_steps": (5.0, 4.0, 1.0, 2.0)},
             "interval": {"guidance_interval": (0.2, 0.7), "guidance_rescale": 0.6},
-            "cfg_zero": {"guidance_method": "cfg_zero"},
+            "cfg_pp": {"guidance_method": "cfg_pp"},
+            "momentum": {"guidance_method": "apg", "guidance_settings": {"norm": 0, "momentum": -0.5}},
             "pag": {"pag_scale": 2.0, "pag_adaptive_scale": 0.5},
         },
         "unet": {"reuse": {"reuse": 2}},
@@ -423,6 +423,7 @@ def _refusals() -> dict[frozenset[tuple[str, str]], tuple[str, ...]]:
     refuse("start", ["resumed"], "texts", ["hires"], "hires", "denoising_start")
     refuse("start", ["latents", "resumed"], "noise", ["variation", "seed_size"], "latents", "variation_strength")
     refuse("guidance", ["pag"], "unet", ["reuse"], "pag_scale", "reuse")
+    refuse("guidance", ["cfg_pp"], "sampler", ["own", "heun", "dpmpp_sde"], "guidance_method", "sampler")
     refuse("guidance", ["steps"], "end", hires, "guidance_steps", "hires")
     refuse("guidance", ["steps"], "texts", ["hires"], "guidance_steps", "hires")
     refuse("prompt", ["and"], "unet", ["reuse"], "AND", "reuse")

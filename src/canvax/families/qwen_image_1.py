@@ -108,7 +108,8 @@ def _networks(
     transformer: QwenImage1Config, lm: DecoderConfig, vae: WanAutoencoder, eyes: WindowedConfig | None, dropped: int
 ) -> Networks:
     sees = partial(SeeingLanguageModel, eyes=eyes, picture=PICTURE, between="", whole=True) if eyes else LanguageModel
-    text = sees(lm, lm.num_hidden_layers, lengths=LENGTHS, most=dropped + 1024, short=SHORT[1:])
+    short = tuple(length for length in SHORT if length > dropped)
+    text = sees(lm, lm.num_hidden_layers, lengths=LENGTHS, most=dropped + 1024, short=short)
     denoiser = QwenImage1Denoiser(transformer, dropped, edits=eyes is not None)
     return Networks(denoiser, vae, TextEncoders((text,)), prediction="flow_prediction")
 

@@ -41,6 +41,8 @@ _UPSCALERS = {"latent": "Latent", "pixel": "Lanczos"}
 """A1111's upscalers that equal canvax's methods of enlarging a first pass."""
 _FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model hash", "Model")
 """A1111's order of the settings that every image has."""
+_CFG_PP, _OF_LAMBDA = "DDIM CFG++", 12.5
+"""A1111's sampler with CFG++, and the CFG scale that is a lambda of 1 there."""
 _FEWEST = 3
 """Minimum number of settings in the last line; with fewer it is the end of the prompt."""
 
@@ -75,6 +77,9 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from _written(Call, metadata)
     sampler, schedule = _split_sampler(metadata)
     yield "Sampler", sampler
+    if options.get("guidance_method") == "cfg_pp" and sampler.lower() == "ddim" and "guidance_scale" in metadata:
+        yield "Sampler", _CFG_PP
+        yield "CFG scale", round(metadata["guidance_scale"] * _OF_LAMBDA, 6)
     yield "Schedule type", schedule
     if "width" in metadata and "height" in metadata:
         yield "Size", f"{metadata['width']}x{metadata['height']}"
@@ -205,6 +210,10 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, field in declared(Call).items():
         _take(settings, field.setting.infotext, field.kind.value_type, metadata, name)
+    if str(metadata.get("sampler")).lower() == _CFG_PP.lower():
+        metadata["sampler"], options["guidance_method"] = "DDIM", "cfg_pp"
+        if "guidance_scale" in metadata:
+            metadata["guidance_scale"] = round(metadata["guidance_scale"] / _OF_LAMBDA, 6)
     _take(settings, "Model", str, metadata, "model")
     if settings.get("VAE", "none").lower() not in ("none", "automatic"):
         metadata["vae"] = settings["VAE"]

@@ -204,10 +204,10 @@ def adapter(p: Params, source: Array, source_lengths: Array, ids: Array, lengths
     h = embedding(p["embed"], ids).astype(source.dtype)
     h = linear(p["in_proj"], h) if "in_proj" in p else h
     with scope("text_conditioner"):
+        ahead = Ahead()
         for i in range(cfg.num_layers):
-            h = _adapter_block(
-                p["blocks"][str(i)], h, source, (own, others), at_least_one, source_lengths, where=f"blocks.{i}"
-            )
+            block = ahead(p["blocks"][str(i)], h)
+            h = _adapter_block(block, h, source, (own, others), at_least_one, source_lengths, where=f"blocks.{i}")
     h = rms_norm(p["norm"], linear(p["out_proj"], h), eps=EPS)
     return jnp.where((jnp.arange(ids.shape[1])[None] < lengths[:, None])[..., None], h, 0)
 

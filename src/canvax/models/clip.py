@@ -20,7 +20,7 @@ from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig
 from canvax.models.text import FIRST, SECOND, Conditions, Passes, Shapes, TextEncoder, TextEncoders
-from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
+from canvax.nn import ACTIVATIONS, Ahead, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Params, Spec, whole
 from canvax.prompts.chunks import COUNTS, Chunk, ChunkedWords, Mixture, chunk_count, extended, read_chunks
 from canvax.prompts.grammar import Fragment
@@ -68,8 +68,9 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
     wanted = cfg.num_hidden_layers - jnp.asarray(skip, jnp.int32).reshape(-1, 1, 1)
     chosen = x
     with scope("text_encoder"):
+        ahead = Ahead()
         for i in range(cfg.num_hidden_layers):
-            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, where=f"layers.{i}")
+            x = layer(ahead(p["encoder"]["layers"][str(i)], x), x, cfg=cfg, where=f"layers.{i}")
             chosen = jnp.where(wanted == i + 1, x, chosen)
     return chosen, x
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from canvax.kernels.outline import scope
 from canvax.models.clip import layer, layer_spec
 from canvax.models.configs import ClipVisionConfig
-from canvax.nn import conv2d, conv2d_spec, embedding_spec, layer_norm, norm_spec
+from canvax.nn import Ahead, conv2d, conv2d_spec, embedding_spec, layer_norm, norm_spec
 from canvax.params import Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
@@ -54,7 +54,8 @@ def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Arr
     x = layer_norm(p["pre_layrnorm"], x, eps=cfg.layer_norm_eps)
     before = x
     with scope("image_encoder"):
+        ahead = Ahead()
         for i in range(cfg.num_hidden_layers):
             before = x
-            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, causal=False, where=f"layers.{i}")
+            x = layer(ahead(p["encoder"]["layers"][str(i)], x), x, cfg=cfg, causal=False, where=f"layers.{i}")
     return before, layer_norm(p["post_layernorm"], x[:, 0], eps=cfg.layer_norm_eps)

@@ -27,9 +27,11 @@ class Control(Protocol):
 
     Attributes:
         mixes: an image of a call may have control images of several types.
+        names: index of each type that networks of this kind may have.
     """
 
     mixes: ClassVar[bool] = False
+    names: ClassVar[Mapping[str, int]] = {}
 
     @property
     def encoder(self) -> str:
@@ -64,7 +66,7 @@ class Control(Protocol):
     @property
     def types(self) -> Mapping[str, int]:
         """Index of each type by name."""
-        return {}
+        return {name: slot for name, slot in self.names.items() if slot < self.slots}
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
         """Return the features of control images [B, H, W, 3] float32 in 0..1."""

@@ -61,6 +61,7 @@ class UnionNet(Control):
     net: ControlNet
     union: UnionConfig
     mixes = True
+    names = TYPES
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
@@ -117,10 +118,6 @@ class UnionNet(Control):
     def slots(self) -> int:
         """T, the number of types."""
         return self.union.num_control_type
-
-    @property
-    def types(self) -> Mapping[str, int]:
-        return {name: slot for name, slot in TYPES.items() if slot < self.slots}
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
         """Return the features of images [B, H, W, 3] in 0..1 of any type: ([B, h, w, C0], their means [B, C0])."""

@@ -267,9 +267,10 @@ def _approximated(p: Params, timestep: Array, x: Array, cfg: ChromaConfig) -> _M
         jnp.broadcast_to(rows[None], (*shape, rows.shape[-1])),
     ]
     h = linear(p["in_proj"], jnp.concatenate(both, axis=-1).astype(x.dtype))
+    ahead = Ahead()
     for i in range(cfg.approximator_layers):
         inner = rms_norm(p["norms"][str(i)], h, eps=float(np.finfo(np.float32).eps))
-        layer = p["layers"][str(i)]
+        layer = ahead(p["layers"][str(i)], h)
         h = h + linear(layer["linear_2"], jax.nn.silu(linear(layer["linear_1"], inner)))
     vectors = jnp.split(linear(p["out_proj"], h), cfg.rows, axis=1)
 

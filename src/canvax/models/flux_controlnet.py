@@ -85,6 +85,7 @@ class FluxControlNet(Control):
     cfg: FluxControlConfig
     base: FluxConfig
     vae: Any
+    names = TYPES
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], base: FluxConfig, vae: Any) -> Self:
@@ -124,10 +125,6 @@ class FluxControlNet(Control):
     @property
     def slots(self) -> int:
         return self.cfg.num_mode or 0
-
-    @property
-    def types(self) -> Mapping[str, int]:
-        return {name: slot for name, slot in TYPES.items() if slot < self.slots}
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
         """Return the tokens of control images [B, H, W, 3] in 0..1: ([B, 1, L, C] float32,)."""

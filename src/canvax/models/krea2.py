@@ -181,18 +181,18 @@ def krea2_context(
     """
     batch, rows, layers, channels = text.shape
     lengths = jnp.maximum(lengths, 1)  # unused slots of a batch have no prompt
-    fusion = p["text_fusion"]
+    fusion, ahead = p["text_fusion"], Ahead()
     with scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)
         bare, shares = without_shares(fusion)  # of each image, and here each row of its text is one of the batch
         each = with_shares(bare, None if shares is None else jnp.repeat(shares, rows, axis=0))
         for i in range(cfg.num_layerwise_text_blocks):
-            h = _block(each["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps, where=f"layerwise_blocks.{i}")
+            block = ahead(each["layerwise_blocks"][str(i)], h)
+            h = _block(block, h, None, None, eps=cfg.norm_eps, where=f"layerwise_blocks.{i}")
         h = linear(each["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
         for i in range(cfg.num_refiner_text_blocks):
-            h = _block(
-                fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps, where=f"refiner_blocks.{i}"
-            )
+            block = ahead(fusion["refiner_blocks"][str(i)], h)
+            h = _block(block, h, None, lengths, eps=cfg.norm_eps, where=f"refiner_blocks.{i}")
         h = linear(p["txt_in"]["linear_1"], _norm(p["txt_in"]["norm"], h, cfg))
         h = linear(p["txt_in"]["linear_2"], jax.nn.gelu(h, approximate=True))
     row, column = grid_ids(tokens, width)

@@ -28,7 +28,7 @@ from canvax.models.qwen_vision import (
     rope_of,
     squares,
 )
-from canvax.nn import gelu, linear, linear_spec
+from canvax.nn import Ahead, gelu, linear, linear_spec
 from canvax.params import Axis, Param, Params, Spec
 from canvax.types import Array, HostArray
 
@@ -154,9 +154,10 @@ def windowed_tower(p: Params, patches: Array, grids: Array, cfg: WindowedConfig)
     apart = (window[:, :, None] != window[:, None]).any(-1)
     within = jnp.where(apart, -1e30, 0.0)[:, None]
     with scope("vision_tower"):
+        ahead = Ahead()
         for i in range(cfg.depth):
             bias = None if i in cfg.fullatt_block_indexes else within
-            h = _block(p["blocks"][str(i)], h, rope, lengths, bias, heads=cfg.num_heads, where=f"blocks.{i}")
+            h = _block(ahead(p["blocks"][str(i)], h), h, rope, lengths, bias, heads=cfg.num_heads, where=f"blocks.{i}")
         merger = p["merger"]
         h = squares(rms_norm(merger["ln_q"], h, eps=1e-6))
         return linear(merger["mlp"]["2"], gelu(linear(merger["mlp"]["0"], h)))

@@ -35,7 +35,7 @@ from canvax.models.dit import (
     rotary_embedding,
 )
 from canvax.models.text import Conditions
-from canvax.nn import linear, linear_spec
+from canvax.nn import Ahead, linear, linear_spec
 from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
@@ -180,8 +180,9 @@ def qwen_image_1(p: Params, x: Array, timestep: Array, context: QwenImage1Contex
     if cfg.zero_cond_t and context.references.shape[1]:
         clean = jax.nn.silu(embedded_time(embedder, jnp.zeros_like(timestep), x))[:, None]
         times = jnp.concatenate([time, clean], axis=1)
+    ahead = Ahead()
     for i in range(cfg.num_layers):
-        block, where = p["transformer_blocks"][str(i)], f"transformer_blocks.{i}"
+        block, where = ahead(p["transformer_blocks"][str(i)], image), f"transformer_blocks.{i}"
         for_image = _by_token(chunks(block["norm1"], times, 6), of_image, image.shape[1])
         for_text = chunks(block["norm1_context"], time, 6)
         image, text = double_block(

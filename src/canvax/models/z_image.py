@@ -176,9 +176,11 @@ def z_image_context(
         rotary_embedding(ids, cfg.axes_dims, cfg.rope_theta) for ids in (image_ids, caption_ids)
     )
     with jax.named_scope("context_refiner"):
+        ahead = Ahead()
         for i in range(cfg.n_refiner_layers):
             options = {**_eps(cfg), "where": f"context_refiner.{i}"}
-            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **options)
+            block = ahead(p["context_refiner"][str(i)], caption)
+            caption = sandwich_block(block, caption, caption_rope, filled, **options)
     rope = Rope(*(jnp.concatenate(both, axis=1) for both in zip(image_rope, caption_rope, strict=True)))
     return ZImageContext(caption, image_rope, rope, image_ids.shape[1] + filled)
 

@@ -67,7 +67,7 @@ FLUX_CONTROLNET = "FluxControlNetModel"
 
 def is_flux_control(names: Collection[str]) -> bool:
     """Return whether a file is a ControlNet of FLUX.1."""
-    marks = (("controlnet_x_embedder.", "time_text_embed.text_embedder."), ("pos_embed_input.", "vector_in."))
+    marks = (("controlnet_x_embedder.", "time_text_embed.text_embedder."), ("pos_embed_input.", "double_blocks.0."))
     return any(all(any(name.startswith(mark) for name in names) for mark in pair) for pair in marks)
 
 
