@@ -35,7 +35,7 @@ def blueness(pixels):
 
 
 def main(words):
-    updates, group, groups = (int(number) for number in (words + ["150", "16", "4"][len(words) :]))
+    updates, group, groups = (int(number) for number in (words + ["100", "16", "4"][len(words) :]))
     pipe = canvax.load("emoji")
     layers = low_rank.targets({"unet": pipe.model.specs["unet"]}, "attention")
     with_lora = partial(low_rank.with_factors, chosen=layers, scale=1.0)
