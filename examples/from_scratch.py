@@ -1,4 +1,4 @@
-"""Train a small diffusion transformer from scratch: python examples/from_scratch.py [meanflow] [repa] [UPDATES [DRAWINGS]]
+"""Train a small diffusion transformer: python examples/from_scratch.py [meanflow] [repa] [UPDATES [DRAWINGS]]
 
 It learns drawings of the bundled model, from the words "fruit", "animal" and "vehicle", by flow matching (Lipman et al.
 2023). With "meanflow" it learns the mean velocity from a time to any earlier one, to draw in one step (Geng et al.
