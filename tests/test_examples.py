@@ -115,7 +115,7 @@ def test_rewards(run: Any, here: Path, capsys: pytest.CaptureFixture[str], scrip
 
 @pytest.mark.weekly
 def test_preferences(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    after, before = run("dpo.py", 30, 8, 4)
+    after, before = run("dpo.py", 30, 16, 2)
     assert after.read_bytes() != before.read_bytes()
     lines = capsys.readouterr().out.splitlines()
     old, new = (float(line.split()[-1]) for line in lines if line.startswith("reward"))
