@@ -34,8 +34,8 @@ def blueness(pixels):
     return (blue - red).sum(axis=(1, 2)) / (colour.sum(axis=(1, 2)) + 1e-3)
 
 
-def main(words):
-    updates, group, groups = (int(number) for number in (words + ["100", "16", "4"][len(words) :]))
+def main(arguments):
+    updates, group, groups = (int(number) for number in (arguments + ["100", "16", "4"][len(arguments) :]))
     pipe = canvax.load("emoji")
     layers = low_rank.targets({"unet": pipe.model.specs["unet"]}, "attention")
     with_lora = partial(low_rank.with_factors, chosen=layers, scale=1.0)

@@ -172,20 +172,20 @@ def distance(a, b):
     return 2 * ab - aa - bb
 
 
-def main(words):
-    numbers = [int(word) for word in words if word.isdigit()]
+def main(arguments):
+    numbers = [int(word) for word in arguments if word.isdigit()]
     updates, each = numbers + [400, 8][len(numbers) :]
     base = canvax.load("emoji")
     networks = base.model.networks
     text = {word: np.asarray(base.encode(word)["text"].mean(1)) for word in THINGS}
-    dit = Dit(networks.vae.latent_channels, text["fruit"].shape[-1], leaps="meanflow" in words)
+    dit = Dit(networks.vae.latent_channels, text["fruit"].shape[-1], leaps="meanflow" in arguments)
     latents = drawings(base, each, seed=0)
     data = {
         "x": np.concatenate([dit.facts.packing.pack(x)[:, 0] for x in latents.values()]),
         "text": np.concatenate([text[word].repeat(len(x), axis=0) for word, x in latents.items()]),
     }
     params = {"dit": init_params(dit.spec, seed=0)}
-    if "repa" in words:
+    if "repa" in arguments:
         data["features"] = np.asarray(features_of(base, np.concatenate([*latents.values()])))
         params["project"] = init_params(linear_spec(WIDTH, data["features"].shape[-1]), seed=1)
 
