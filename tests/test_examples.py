@@ -114,6 +114,27 @@ def test_rewards(run: Any, here: Path, capsys: pytest.CaptureFixture[str], scrip
 
 
 @pytest.mark.weekly
+def test_preferences(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    after, before = run("dpo.py", 30, 16, 2)
+    assert after.read_bytes() != before.read_bytes()
+    lines = capsys.readouterr().out.splitlines()
+    old, new = (float(line.split()[-1]) for line in lines if line.startswith("reward"))
+    assert new > old + 0.1
+
+
+@pytest.mark.parametrize("words", [(), ("meanflow", "repa")])
+@pytest.mark.weekly
+def test_from_scratch(run: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    (path,) = run("from_scratch.py", *words, 40, 2)
+    assert Image.open(path).size == (9 * 256, 3 * 256)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    losses = [dict(zip(line[2::2], map(float, line[3::2]), strict=True)) for line in lines if line[:1] == ["update"]]
+    assert "error" in losses[0]
+    assert all(losses[-1][name] < losses[0][name] for name in losses[0] if name in ("error", "repa"))
+    assert len([line for line in lines if line[:1] == ["steps"]]) == 3
+
+
+@pytest.mark.weekly
 def test_control_image(run: Any, here: Path, small_folder: Path) -> None:
     net = control_files.controlnet(here / "canny", canvax.load(small_folder, progress=False))
     photo = Image.linear_gradient("L").resize((64, 64))
