@@ -1012,6 +1012,7 @@ def test_a_model_is_chosen_while_the_server_starts(site: Site) -> None:
     site.page.select_option("#model", "other")
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector(".tile.waits >> text=loading (1 of 7)")
+    assert "Next try" not in site.page.inner_text(".tile.waits")  # the page asks until the server is ready
     engine.starting, engine.refusal = "", None
     site.page.wait_for_selector("#starting", state="hidden")
     site.idle()
