@@ -533,7 +533,7 @@ class Announcer:
 
     @property
     def starting(self) -> str:
-        """What a start does, and how far it is."""
+        """Progress of a start: whether it loads or compiles, and how many programs are ready."""
         if not self._compiles:
             return f"loading its models ({self.progress})" if self.progress else "loading its models"
         once = " (only the first time, they are kept)" if self._keeps else ""
