@@ -241,7 +241,7 @@ class StubServed(ServedModel):
         denoiser = SimpleNamespace(facts=SimpleNamespace(edits=False))
         networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=denoiser)
         defaults = SimpleNamespace(num_inference_steps=20)
-        model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES)
+        model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES, streamed=False)
         model.text = SimpleNamespace(names=())
         self.name, self.params, self.model, self.on_request = name, {} if weights else None, model, not weights
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
