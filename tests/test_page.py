@@ -1012,6 +1012,7 @@ def test_a_model_is_chosen_while_the_server_starts(site: Site) -> None:
     site.page.select_option("#model", "other")
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector(".tile.waits >> text=loading (1 of 7)")
+    assert "Next try" not in site.page.inner_text(".tile.waits")  # the page asks until the server is ready
     engine.starting, engine.refusal = "", None
     site.page.wait_for_selector("#starting", state="hidden")
     site.idle()
@@ -1039,14 +1040,19 @@ def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
     assert page.locator("#syntax-note").is_hidden()
     site.draw("a (red:1.5) apple")
     assert site.bodies[-1]["options"] == {"prompt_syntax": "a1111"}
+    assert page.locator("#quality-why").is_hidden()
+    page.check("#quality")
+    assert page.locator("#quality-why").is_visible()
     page.click("#more summary")
     page.fill("#clip-skip", "2")
     page.select_option("#syntax", "plain")
-    page.select_option("#quality", "fast")
     site.draw("a pear")
     assert site.bodies[-1]["options"] == {"clip_skip": 2, "quality": "fast"}
     site.key("r", 1)
-    assert [page.input_value(f"#{name}") for name in ("syntax", "clip-skip", "quality")] == ["a1111", "0", "full"]
+    assert [page.input_value(f"#{name}") for name in ("syntax", "clip-skip")] == ["a1111", "0"]
+    assert not page.is_checked("#quality")
+    site.key("r", 0)
+    assert page.is_checked("#quality")
 
 
 @thorough

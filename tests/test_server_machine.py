@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from canvax import Options
+from canvax.compile.aot import Build
 from canvax.compile.features import Features
 from canvax.compile.kinds import Kinds
 from canvax.server import engine, group, job_store, jobs, models, writing
@@ -240,7 +241,7 @@ class StubServed(ServedModel):
         denoiser = SimpleNamespace(facts=SimpleNamespace(edits=False))
         networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=denoiser)
         defaults = SimpleNamespace(num_inference_steps=20)
-        model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES)
+        model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES, streamed=False)
         model.text = SimpleNamespace(names=())
         self.name, self.params, self.model, self.on_request = name, {} if weights else None, model, not weights
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
@@ -863,6 +864,24 @@ def test_an_engine_that_only_fails_gives_up(server: Server, monkeypatch: pytest.
     assert (refused.value.status, refused.value.code) == (503, "failed")
     server.engine.close()
     server._folder.cleanup()
+
+
+def test_a_start_that_compiles_says_so() -> None:
+    """Loading programs is no compiling, and what is not stored is compiled again the next time."""
+    announcer = models.Announcer(lambda line: None, lambda build: None, lambda: None)
+    assert announcer.starting == "loading its models"
+    announcer.expect(3)
+    announcer(Build("text encoder", cached=True))
+    announcer(Build("text encoder", True, 0.1, 5))
+    assert ("compiling" in announcer.starting, "1 of 3" in announcer.starting) == (False, True)
+    announcer(Build("decoder", cached=False))
+    assert ("compiling" in announcer.starting, "1 of 3" in announcer.starting) == (True, True)
+    announcer(Build("decoder", False, 2.0, 0))
+    assert "kept" not in announcer.starting
+    announcer(Build("denoiser", False, 2.0, 5))
+    assert ("kept" in announcer.starting, "3 of 3" in announcer.starting) == (True, True)
+    announcer.expect(2)
+    assert ("compiling" in announcer.starting, "0 of 2" in announcer.starting) == (False, True)
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -146,12 +146,12 @@ class ImageEngine:
     @property
     def starting(self) -> str:
         """See ``Engine``."""
-        return (self._announcer.progress or "loading") if self._state is State.STARTING else ""
+        return self._announcer.starting if self._state is State.STARTING else ""
 
     def models(self) -> Sequence[ModelCard]:
         """See ``Engine``."""
         if not self._models.cards:
-            check_ready(self.state, self._announcer.progress)
+            check_ready(self.state, self._announcer.starting)
         return self._models.cards
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
@@ -212,7 +212,7 @@ class ImageEngine:
     def submit(self, job_request: JobRequest) -> Job:
         """See ``Engine``."""
         try:
-            check_ready(self.state, self._announcer.progress)
+            check_ready(self.state, self._announcer.starting)
             with self._book.claimed(job_request) as earlier:
                 return earlier or self._accept(job_request)
         except Rejected as refused:

@@ -501,19 +501,18 @@ class State(StrEnum):
 
 
 _UNREADY = {
-    State.STARTING: ("the server is still loading its models; try again soon", 5),
+    State.STARTING: ("the server is still {starting}; try again soon", 5),
     State.FAILED: ("the server does not work; its log says why", None),
     State.DRAINING: ("the server is shutting down", 10),
 }
 """Reasons why nothing is accepted, and seconds until it may be."""
 
 
-def check_ready(state: State, progress: str = "") -> None:
-    """Refuse a request that an engine in this state cannot take; ``progress`` says how far a start is."""
+def check_ready(state: State, starting: str = "loading its models") -> None:
+    """Refuse a request that an engine in this state cannot take; ``starting`` says what a start does, and how far."""
     if state is not State.READY:
         words, wait = _UNREADY[state]
-        progress = f" ({progress})" if progress and state is State.STARTING else ""
-        raise Rejected(503, state, f"{words}{progress}", retry_after=wait)
+        raise Rejected(503, state, words.format(starting=starting), retry_after=wait)
 
 
 class Engine(Protocol):

@@ -528,16 +528,28 @@ class Announcer:
     def __init__(self, say: Callable[[str], None], built: Callable[[Build], None], changed: Callable[[], None]) -> None:
         self._say, self._built, self._changed = say, built, changed
         self._ready = self._all = 0
+        self._compiles = self._keeps = False
         self.progress = ""
+
+    @property
+    def starting(self) -> str:
+        """Progress of a start: whether it loads or compiles, and how many programs are ready."""
+        if not self._compiles:
+            return f"loading its models ({self.progress})" if self.progress else "loading its models"
+        once = " (only the first time, they are kept)" if self._keeps else ""
+        return f"compiling programs, {self.progress.removesuffix(' programs')}{once}"
 
     def expect(self, count: int) -> None:
         """Begin to count the programs of another size."""
         self._ready, self._all = 0, count
+        self._compiles = self._keeps = False
         self.progress = f"0 of {count} programs"
         self._changed()
 
     def __call__(self, build: Build) -> None:
         """Count a program; see ``BuildCallback``."""
+        self._compiles |= not build.cached
+        self._keeps |= not build.cached and build.size > 0
         if build.seconds is None:
             return
         self._ready += 1

@@ -411,7 +411,7 @@ function optionsNow() {
   if ($("syntax").value !== "plain" && card?.prompt_weights) options.prompt_syntax = $("syntax").value;
   if (Number($("clip-skip").value) && card?.clip_skip) options.clip_skip = Number($("clip-skip").value);
   if ($("sigmas").value) options.sigmas = $("sigmas").value;
-  if ($("quality").value !== "full") options.quality = $("quality").value;
+  if ($("quality").checked) options.quality = "fast";
   if ($("hires").value > 1 && !input) {
     Object.assign(options, { hires: Number($("hires").value), hires_strength: Number($("hires-strength").value) });
     if ($("hires-method").value !== "pixel") options.hires_method = $("hires-method").value;
@@ -420,8 +420,9 @@ function optionsNow() {
   return options;
 }
 
-function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, quality = "full", hires = 1, hires_method: method = "pixel", hires_strength: strength, hires_steps: steps = "", ...rest }) {
-  for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, quality, "hires-method": method, "hires-strength": strength ?? hiresStrength(method), "hires-steps": steps })) $(id).value = value;
+function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, quality, hires = 1, hires_method: method = "pixel", hires_strength: strength, hires_steps: steps = "", ...rest }) {
+  for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, "hires-method": method, "hires-strength": strength ?? hiresStrength(method), "hires-steps": steps })) $(id).value = value;
+  $("quality").checked = quality === "fast";
   choose("hires-strength", undefined, strength);
   showHires(hires);
   $("sigmas").value = rest.sigmas ?? "";
@@ -514,9 +515,9 @@ export function usedSeed(seed) {
 function showFold() {
   const { width, height, n, steps, guidance_scale: guidance } = settings();
   const { prompt_syntax: syntax, ...options } = optionsNow();
-  const named = Object.keys(options).filter((name) => !/^(hires|sigmas)/.test(name)).map((name) => name.replaceAll("_", " "));
+  const named = Object.keys(options).filter((name) => !/^(hires|sigmas|quality)/.test(name)).map((name) => name.replaceAll("_", " "));
   $("more-text").textContent = [syntax, ...named].filter(Boolean).join(", ");
-  $("fold-text").textContent = [plural(n, "image"), `${width} × ${height}`, `${steps} steps`, ...(guidance === undefined ? [] : [`guidance ${guidance}`])].join(" · ");
+  $("fold-text").textContent = [plural(n, "image"), `${width} × ${height}`, `${steps} steps${options.quality ? ", fast" : ""}`, ...(guidance === undefined ? [] : [`guidance ${guidance}`])].join(" · ");
 }
 
 /** What is not kept unless it was chosen: the model's card has it. */

@@ -260,6 +260,7 @@ function textOf(task, image) {
   if (task.status === "waiting") {
     if (task.why === "key") return "Waiting for an API key.";
     if (task.why === "gone") return "Waiting for the server.";
+    if (task.why === "starting") return `Waiting: ${task.message}`;
     const next = `Next try in ${duration(Math.max(1, (task.retryAt - Date.now()) / 1000))}`;
     return task.why === "full" ? `The queue is full. ${next}.` : `${next}: ${task.message}`;
   }

@@ -102,6 +102,7 @@ function tellChange(task) {
   if (task.status !== "waiting") return;
   if (task.why === "key") askKey(task.message);
   else if (task.why === "later") announce(`Trying again: ${task.message}`);
+  else if (task.why === "starting") announce(`Waiting: ${task.message}`);
   else announce(task.why === "full" ? "The queue is full. Trying again." : "The server does not answer. Trying again.");
 }
 

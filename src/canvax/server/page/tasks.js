@@ -66,7 +66,7 @@ let streams = 0;
 const OVER = new Set(["done", "failed", "cancelled"]);
 
 /**
- * One job. status is "sending", "waiting" (with `why`: "gone", "key", "full" or "later", and `retryAt`) or one of the server's.
+ * One job. status is "sending", "waiting" (with `why`: "gone", "key", "full", "starting" or "later", and `retryAt`) or one of the server's.
  * Tells of "accepted" (the server's `hints` are there), "change" (its status), "progress" (an image is further, detail: index), "image" (one is done, detail: index
  * and blob), "kept" (one is in the gallery since before, detail: index), "refused" (not accepted, detail: the error) and "over".
  * `first`: where the images of the server's job begin, after it forgot the one before; `had`: the images that were done then.
@@ -214,7 +214,7 @@ export class Task extends EventTarget {
     if (error.status === 429 || error.status === 503) {
       const seconds = error.retryAfter ?? 5;
       this.retryAt = Date.now() + seconds * 1000;
-      return this.#wait(error.code === "queue_full" ? "full" : "later", (signal) => pause(seconds, signal), error);
+      return this.#wait({ queue_full: "full", starting: "starting" }[error.code] ?? "later", (signal) => pause(seconds, signal), error);
     }
     if (error.status === 404 && this.id && !this.again) {  // the server began anew: ask once more
       this.again = true;
