@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from canvax.parallel.mesh import make_mesh
+from canvax.parallel.mesh import make_mesh, replicated
 from canvax.train import Plan, Session, averaged, fit, make_step, run
 from canvax.train import session as sessions
 from canvax.train.log import WeightsAndBiases
@@ -155,6 +155,26 @@ def test_data_from_the_present_state(tmp_path: Path) -> None:
     assert [done for done, _ in whole] == [0, 1, 2, 3]
     np.testing.assert_allclose([first for _, first in whole], range(4), rtol=1e-6)
     assert sorted(set(parts)) == whole
+
+
+@pytest.mark.parametrize("first", [np.ones(3, np.float32), jnp.ones(3)], ids=["numpy", "jax"])
+def test_data_that_hand_arrays_on_are_of_one_program(first: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX decides the sharding of what is handed on by that of the state: the first state's is as later ones'."""
+    compiled, real = [], sessions._compile
+    monkeypatch.setattr(sessions, "_compile", lambda *arguments: compiled.append(1) or real(*arguments))
+    draw = jax.jit(lambda w, x, columns: {"x": x + w[None], "columns": columns})
+
+    def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+        return distance(p, samples["x"], shared, key)
+
+    step = make_step(loss, optax.sgd(0.1))
+    placed, columns = jax.device_put(X, replicated(one())), np.zeros(3, np.float32)
+
+    def data(done: int, state: Any) -> Any:
+        return draw(state.params["w"], placed, columns)
+
+    run(step, step.init({"w": first}), data, 3, Session(mesh=one()))
+    assert len(compiled) == 1
 
 
 def test_a_step_without_samples() -> None:
