@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -239,6 +240,22 @@ def test_what_cannot_be_a_step() -> None:
                               "accumulate": {"accumulate": 0}}.items():  # fmt: skip
         with refused(argument):
             make_step(**{"loss": distance, "optimizer": optax.sgd(0.1), **changes})
+
+
+def test_pace_and_time_left_are_without_compiling(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a second program, as of a bucket: it is compiled between two steps."""
+    real = sessions._compile
+    monkeypatch.setattr(sessions, "_compile", lambda *arguments: time.sleep(2) or real(*arguments))
+    monkeypatch.setattr("canvax.train.log.SELDOM", 0)
+    seconds = []
+    session = Session(mesh=one(), log=lambda step, values, images: seconds.append(values["seconds"]))
+    run(make_step(distance, optax.sgd(0.1)), make_step(distance, optax.sgd(0.1)).init(START),
+        lambda done, state: X[: 1 + done % 2], 4, session)  # fmt: skip
+    assert max(seconds) < 1
+    left = re.findall(r"step 2 of 4, .*, (\d+) s left", capsys.readouterr().err)
+    assert left == ["0"]
 
 
 def test_one_callback_gets_values_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

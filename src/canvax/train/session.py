@@ -305,7 +305,11 @@ def run_steps(
             began = time.monotonic()
             part = draw(done, state) if waiting is None else waiting
             count = session.next_stop(done, steps, chunk) - done
-            state, metrics = program_of(part)(state, part, shared, np.int32(done), np.int32(count))
+            compiling = time.monotonic()
+            program = program_of(part)
+            began += (waited := time.monotonic() - compiling)
+            progress.skip(waited)
+            state, metrics = program(state, part, shared, np.int32(done), np.int32(count))
             done += count
             waiting = draw(done, state) if ahead and done < steps else None  # while the devices are busy
             values = {name: float(value) for name, value in metrics.items()}
