@@ -85,12 +85,12 @@ def log(number, values, images):
 
 factors = low_rank.new_factors(layers, rank=8, seed=0)
 state = {"new": update.init(factors), "old": factors}
-state, _ = run(step, state, group, ROUNDS, Session(name="reward", log=log), shared=pipe.params)
+state, _ = run(step, state, group, ROUNDS, Session(name="nft", log=log), shared=pipe.params)
 
-file = Path("blue.safetensors")
+file = Path("nft-blue.safetensors")
 low_rank.write_factors(file, state["new"].params, layers, alpha=8, names="peft", metadata={})
 before = pipe("a cat", seed=1)
 pipe.adapters.load("blue", file)
-for name, result in {"before.png": before, "after.png": pipe("a cat", seed=1)}.items():
+for name, result in {"nft-before.png": before, "nft-after.png": pipe("a cat", seed=1)}.items():
     result.images[0].save(name)
     print(name)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines import result
 from canvax.samplers import CURVES, SAMPLERS
 from canvax.settings import as_flags, declared
+from canvax.train.loop import STATE
 from canvax.weights.location import BUNDLED
 
 Run = Callable[..., tuple[int, str, str]]
@@ -126,6 +130,22 @@ def test_a_log_has_a_line_now_and_then(generate: Run, monkeypatch: pytest.Monkey
     assert "\ndenoising: 1 of 2 evaluations, " in generate("a cat", "--steps", "2")[2]
 
 
+def test_time_left_is_without_compiling(generate: Run, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiling:
+        model, programs, adapters = emoji.model, emoji.programs, emoji.adapters
+
+        def __call__(self, **call: Any) -> Any:
+            made = emoji(**call)
+            time.sleep(1.2)
+            return replace(made, timings=made.timings | {"compile": made.timings["compile"] + 1.2})
+
+    generate("a cat", "-n", 2, *FAST)
+    monkeypatch.setattr(result, "SELDOM", 1e-9)
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: Compiling())
+    err = generate("a cat", "-n", 4, "-b", 2, "--steps", 2)[2]
+    assert re.search("generating: 2 of 4 images, .* 00:00 left", err), err
+
+
 def test_an_image_tells_how_to_generate_it_again(generate: Run, run: Run) -> None:
     flags = (
         "--negative-prompt=-bad, ugly",
@@ -205,6 +225,20 @@ def test_stopping_keeps_what_is_finished(generate: Run, emoji: Any, monkeypatch:
     assert err == "canvax: cancelled; finished images are kept\n"
     assert json.loads(out)["files"] == ["out/00000-1.png"]
     assert os.listdir("out") == ["00000-1.png"]
+
+
+def test_training_that_is_stopped_can_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(arguments: Any) -> None:
+        if (Path("m") / "lora").is_dir():
+            (Path("m") / "lora" / STATE).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("canvax.cli.train._lora", stop)
+    for words in ("begins again", "resumes"):
+        code, _, err = run("train", "lora", ".", "-o", "m")
+        assert (code, len(err.splitlines())) == (INTERRUPTED, 1)
+        assert words in err
+        (Path("m") / "lora").mkdir(parents=True, exist_ok=True)
 
 
 def test_unforeseen_errors_are_one_line(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:

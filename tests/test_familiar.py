@@ -47,6 +47,7 @@ def test_the_former_name_of_the_class() -> None:
     with pytest.warns(DeprecationWarning, match="Pipeline"):
         assert canvax.StableDiffusion is canvax.Pipeline
     assert "StableDiffusion" not in dir(canvax)
+    assert dir(canvax.train) == canvax.train.__all__
 
 
 def test_a_call_in_order_looks_for_no_name_like_another(

@@ -165,7 +165,7 @@ def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.Pipe
     ("changes", "message"),
     [
         ({"guidance_method": "best"}, "guidance_method='best' is not known"),
-        ({"guidance_settings": {"norm": 1}}, "'norm', which cfg does not"),
+        ({"guidance_settings": {"norm": 1}}, r"guidance_settings=\{'norm': 1\} has 'norm', which cfg does not"),
         (
             {"guidance_method": "apg", "guidance_settings": {"mimic": 1}},
             "'mimic', which apg does not have; it has eta, norm, momentum",

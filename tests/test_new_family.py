@@ -496,6 +496,28 @@ def test_an_edited_network_in_a_second_process(tmp_path: Path) -> None:
     assert printed[0] != printed[1]
 
 
+@dataclass(frozen=True)
+class Forgetful(Mlp):
+    """Its ``apply`` does not return the memory."""
+
+    def apply(self, *arguments: Any) -> Any:
+        return Mlp.apply(self, *arguments)[0]
+
+
+def test_an_output_without_a_memory_is_refused() -> None:
+    """With guidance it has two samples, which could be taken for an output and a memory."""
+    pipe = pipeline_of(dataclasses.replace(NETWORKS, denoiser=Forgetful()))
+    conditions = {"text": jnp.zeros((2, 5, WIDTH)), "hue": jnp.zeros((2, 1))}
+    for call in (
+        lambda: draw(pipe),
+        lambda: canvax.rollout(pipe, pipe.params, *pipe.start("a fox")),
+        lambda: pipe.denoiser(jnp.zeros((2, 8, 8, CHANNELS)), jnp.zeros(2), conditions),
+    ):
+        with pytest.raises(canvax.InputError) as caught:
+            call()
+        assert caught.value.argument == "denoiser"
+
+
 def test_what_a_wrapper_does_not_hand_on_is_refused() -> None:
     """Its ``apply`` has no place for extras, so perturbed attention and reused features are not offered."""
     emoji = canvax.load("emoji", progress=False)

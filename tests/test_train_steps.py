@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 
-from canvax.parallel.mesh import make_mesh
+from canvax.parallel.mesh import make_mesh, replicated
 from canvax.train import Plan, Session, averaged, fit, make_step, run
 from canvax.train import session as sessions
 from canvax.train.log import WeightsAndBiases
@@ -157,6 +158,26 @@ def test_data_from_the_present_state(tmp_path: Path) -> None:
     assert sorted(set(parts)) == whole
 
 
+@pytest.mark.parametrize("first", [np.ones(3, np.float32), jnp.ones(3)], ids=["numpy", "jax"])
+def test_data_that_hand_arrays_on_are_of_one_program(first: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX decides the sharding of what is handed on by that of the state: the first state's is as later ones'."""
+    compiled, real = [], sessions._compile
+    monkeypatch.setattr(sessions, "_compile", lambda *arguments: compiled.append(1) or real(*arguments))
+    draw = jax.jit(lambda w, x, columns: {"x": x + w[None], "columns": columns})
+
+    def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+        return distance(p, samples["x"], shared, key)
+
+    step = make_step(loss, optax.sgd(0.1))
+    placed, columns = jax.device_put(X, replicated(one())), np.zeros(3, np.float32)
+
+    def data(done: int, state: Any) -> Any:
+        return draw(state.params["w"], placed, columns)
+
+    run(step, step.init({"w": first}), data, 3, Session(mesh=one()))
+    assert len(compiled) == 1
+
+
 def test_a_step_without_samples() -> None:
     def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
         assert samples is None
@@ -219,6 +240,22 @@ def test_what_cannot_be_a_step() -> None:
                               "accumulate": {"accumulate": 0}}.items():  # fmt: skip
         with refused(argument):
             make_step(**{"loss": distance, "optimizer": optax.sgd(0.1), **changes})
+
+
+def test_pace_and_time_left_are_without_compiling(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a second program, as of a bucket: it is compiled between two steps."""
+    real = sessions._compile
+    monkeypatch.setattr(sessions, "_compile", lambda *arguments: time.sleep(2) or real(*arguments))
+    monkeypatch.setattr("canvax.train.log.SELDOM", 0)
+    seconds = []
+    session = Session(mesh=one(), log=lambda step, values, images: seconds.append(values["seconds"]))
+    run(make_step(distance, optax.sgd(0.1)), make_step(distance, optax.sgd(0.1)).init(START),
+        lambda done, state: X[: 1 + done % 2], 4, session)  # fmt: skip
+    assert max(seconds) < 1
+    left = re.findall(r"step 2 of 4, .*, (\d+) s left", capsys.readouterr().err)
+    assert left == ["0"]
 
 
 def test_one_callback_gets_values_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from canvax.cli.arguments import parse
 from canvax.cli.train import _made, _training
 from canvax.errors import CanvaxError, CheckpointError, HintWarning, InputError, warn
 from canvax.models.controlnet import ControlNet
-from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
+from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear, linear_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
 from canvax.pipelines.loaded import open_model
@@ -142,6 +142,10 @@ def test_which_layers(model: Path) -> None:
     weights = {name for name, param in flatten(specs["unet"]) if name.endswith(".weight") and param.layout != "plain"}
     inside = {name.removesuffix(".weight") for name in weights if not name.startswith(outside)}
     assert found["all"]["unet"].keys() == inside
+    with refused("layers"):
+        low_rank.targets({"mlp": {"out": linear_spec(4, 4)}}, "all")
+    numbered = {"mlp": {"blocks": {"0": {"out": linear_spec(4, 4)}}}}
+    assert low_rank.targets(numbered, "all")["mlp"].keys() == {"blocks.0.out"}
 
 
 # The loop

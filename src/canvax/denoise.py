@@ -21,7 +21,7 @@ import numpy as np
 
 from canvax.guidance import PLAIN, Guidance, conditions_of, guided, per_image
 from canvax.models.beside import ADAPTERS, Places, with_adapters
-from canvax.models.denoiser import Conditions, Denoiser
+from canvax.models.denoiser import Conditions, Denoiser, applied
 from canvax.params import Params
 from canvax.samplers.table import DENOISED, EMPTY, NOISE, SLOTS
 from canvax.types import Array
@@ -178,7 +178,7 @@ def evaluated(
     """
     count, x = len(guidance.samples), state[:, 0]
     seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (per_image(row["c_in"]) * x, dict(row)))
-    output, memory = denoiser.apply(params, seen, {**rows, **shared}, prepared, memory)
+    output, memory = applied(denoiser, params, seen, {**rows, **shared}, prepared, memory)
     outputs = output.astype(jnp.float32).reshape(len(x), count, *x.shape[1:])
     return *guided(guidance, x, outputs, row, state[:, SLOTS:]), memory
 

@@ -138,10 +138,13 @@ def rollout(
         remat: recompute each row in the backward pass instead of storing it.
 
     Raises:
-        InputError: the noise, the keys, the conditions or the table have a wrong shape or type.
+        InputError: the parameters, the noise, the keys, the conditions or the table have a wrong shape or type.
     """
     net: Networks = networks if isinstance(networks, Networks) else networks.model.networks
     denoiser, batch = net.denoiser, np.shape(noise)[0] if np.ndim(noise) == 4 else 0
+    if not isinstance(params, Mapping) or denoiser.component not in params:
+        cure = f"give pipe.params, or a dict with {denoiser.component!r} in it"
+        raise InputError("params", f"has no parameters of {denoiser.component!r}", cure=cure)
     packing, weights = denoiser.facts.packing, params[denoiser.component]
     if not batch or np.shape(noise)[-1] != net.vae.latent_channels:
         raise InputError("noise", f"has shape {np.shape(noise)}, not [B, h, w, {net.vae.latent_channels}]")
@@ -212,9 +215,12 @@ def _each(name: str, array: Any, batch: int) -> Array:
 
 def _words(keys: Any, batch: int) -> Array:
     """Return the words of keys [B, 2]."""
-    words = jnp.asarray(keys)
+    cure = "use jax.random.split(jax.random.key(0), B)"
+    try:
+        words = jnp.asarray(keys)
+    except (TypeError, ValueError):
+        raise InputError("keys", "are not an array", cure=cure, value=keys) from None
     words = jax.random.key_data(words) if jnp.issubdtype(words.dtype, jax.dtypes.prng_key) else words
     if words.shape != (batch, 2) or words.dtype != jnp.uint32:
-        cure = "use jax.random.split(jax.random.key(0), B)"
         raise InputError("keys", f"are {words.dtype} {words.shape}, not uint32 [{batch}, 2]", cure=cure)
     return words

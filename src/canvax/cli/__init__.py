@@ -116,8 +116,8 @@ def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tupl
     debug = debugging()
     try:
         run(arguments, report)
-    except KeyboardInterrupt:
-        return INTERRUPTED, _error("Cancelled", "cancelled; finished images are kept")
+    except KeyboardInterrupt as stop:
+        return INTERRUPTED, _error("Cancelled", str(stop) or "cancelled; finished images are kept")
     except BrokenPipeError:
         raise
     except InputError as error:

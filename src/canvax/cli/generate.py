@@ -283,7 +283,10 @@ def generate_all(
     bar = progress_bar(len(calls), description="generating", unit="image", shown=several and bool(progress))
     for batch in (group[start : start + size] for group in groups for start in range(0, len(group), size)):
         full = [*batch, *[batch[-1]] * (size - len(batch))] if several else batch
-        yield batch, pipe(**vars(joined(full, progress=progress, callback=callback)))
+        result = pipe(**vars(joined(full, progress=progress, callback=callback)))
+        yield batch, result
+        if not bar.disable:
+            bar.last_print_t += result.timings["compile"]  # the batches to come do not wait for it
         bar.update(len(batch))
     bar.close()
 

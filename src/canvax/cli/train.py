@@ -54,8 +54,7 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
 
         saved = any(Path(arguments.output).glob(f"*/{STATE}"))
         where = "resumes from the last saved state" if saved else "begins again: no state was saved yet"
-        complain(f"stopped; the same command {where}")
-        raise
+        raise KeyboardInterrupt(f"stopped; the same command {where}") from None
     except OSError as error:
         if error.errno not in (ENOSPC, EFBIG, EDQUOT, EROFS):
             raise

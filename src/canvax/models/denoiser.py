@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, shown
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
 from canvax.models.dit import AnyArray, pack, unpack
@@ -250,6 +250,19 @@ class Reusable(Extensible, Protocol):
         ...
 
 
+def applied(denoiser: Denoiser, *arguments: Any) -> tuple[Array, Any]:
+    """Call ``denoiser.apply`` of a user.
+
+    Raises:
+        InputError: it does not return two things; a batch of two images could be taken for them.
+    """
+    result = denoiser.apply(*arguments)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        problem = f"returned {shown(result)} from {type(denoiser).__name__}.apply"
+        raise InputError("denoiser", problem, cure="return (output, memory)")
+    return result
+
+
 def evaluate(denoiser: Denoiser, p: Params, latents: Array, timestep: Array, conditions: Conditions) -> Array:
     """Evaluate a denoiser on its own, as the loop does.
 
@@ -268,7 +281,7 @@ def evaluate(denoiser: Denoiser, p: Params, latents: Array, timestep: Array, con
     sizes |= {} if "role" in conditions else {"role": np.full(batch, PROMPT, np.int32)}
     x = packing.pack(latents)
     prepared = denoiser.prepare(p, {**conditions, **sizes}, x.shape)
-    output, _ = denoiser.apply(p, x, {"timestep": timestep}, prepared, None)
+    output, _ = applied(denoiser, p, x, {"timestep": timestep}, prepared, None)
     return packing.unpack(output, height, width)
 
 

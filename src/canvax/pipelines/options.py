@@ -119,18 +119,19 @@ def _check_guidance(options: Options) -> None:
     rule = options.guidance_method or "cfg"
     method = rule if isinstance(rule, str) else name_of(rule)
     known = rule_of(rule).columns
-    for name, value in _by_name(options.guidance_settings).items():
+    settings = _by_name(options.guidance_settings)
+    for name, value in settings.items():
         if name not in known:
             having = "".join(f"; {{guidance_method={each}}} has it" for each in KINDS if name in KINDS[each].columns)
             cure = f"it has {', '.join(known) or 'none'}{having}"
             problem = f"has {name!r}, which {method} does not have"
-            raise InputError("guidance_settings", problem, cure=cure, value=options.guidance_settings)
+            raise InputError("guidance_settings", problem, cure=cure, value=settings)
         usual, low, high = known[name]
         entries = value if isinstance(value, list) else [value]
         good = all(is_number(entry) and low <= entry <= high for entry in entries)
         if not good or np.shape(value) != np.shape(usual):
             problem = f"has {name}={shown(value)}, which is not in {low:g}..{high:g}"
-            raise InputError("guidance_settings", problem, value=options.guidance_settings)
+            raise InputError("guidance_settings", problem, value=settings)
     low, high = options.guidance_interval
     if low >= high:
         raise InputError(

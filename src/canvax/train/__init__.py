@@ -56,3 +56,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'canvax.train' has no attribute {name!r}")
     return getattr(import_module(f"canvax.train.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,9 @@ Log = Callable[[int, Mapping[str, float], Mapping[str, HostArray]], None]
 VALIDATION = "validation_loss"
 """The name of the loss on held-out images."""
 
+SELDOM = 60.0
+"""Seconds between two lines of progress where there is no terminal."""
+
 _FLUSH = 30  # seconds, TensorBoard's default interval for reloading
 
 
@@ -30,7 +34,7 @@ class Progress:
         self.name = name
         self._write = to_stderr if shown else lambda _: None
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._shown = -60.0
+        self._shown = -math.inf
 
     def say(self, what: str) -> None:
         """Write a separate line."""
@@ -40,6 +44,10 @@ class Progress:
         """Start counting ``steps``, of which ``done`` are already done."""
         self.steps, self._first, self._began = steps, done, time.monotonic()
 
+    def skip(self, seconds: float) -> None:
+        """Leave a while out of the estimate: steps to come do not wait again."""
+        self._began += seconds
+
     def __call__(self, step: int, values: Mapping[str, float], images: Mapping[str, HostArray]) -> None:
         """Report that ``step`` steps are done in total."""
         if VALIDATION in values:
@@ -47,7 +55,7 @@ class Progress:
             self.say(f"step {step} of {self.steps}, validation loss {values[VALIDATION]:.4f}")
             return
         now = time.monotonic()
-        if not values or (now - self._shown < (0.5 if self._terminal else 60.0) and step < self.steps):
+        if not values or (now - self._shown < (0.5 if self._terminal else SELDOM) and step < self.steps):
             return
         self._shown = now
         name = "loss" if "loss" in values else next(iter(values))

@@ -96,10 +96,18 @@ def targets(specs: Mapping[str, Spec], layers: str, stacks: Sequence[Rule] = ())
         specs: of the components.
         layers: a key of ``LAYERS``.
         stacks: the layers of a transformer that diffusers stores as one.
+
+    Raises:
+        InputError: ``layers`` is unknown, or no component has any.
     """
     if layers not in LAYERS:
         raise InputError("layers", "is not known", cure=nearest(layers, list(LAYERS)), value=layers)
-    return {component: dict(_targets(spec, layers, Names(stacks))) for component, spec in specs.items()}
+    chosen = {component: dict(_targets(spec, layers, Names(stacks))) for component, spec in specs.items()}
+    if not any(chosen.values()):
+        rule = "'attention' takes layers with an axis 'heads', 'transformer' also those with an axis 'mlp', "
+        cure = f"{rule}'all' every matrix and convolution in a numbered block, such as 'blocks.0.out'"
+        raise InputError("layers", f"fits no layer of {', '.join(specs)}", cure=cure, value=layers)
+    return chosen
 
 
 def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Layer]]:

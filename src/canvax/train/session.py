@@ -305,7 +305,11 @@ def run_steps(
             began = time.monotonic()
             part = draw(done, state) if waiting is None else waiting
             count = session.next_stop(done, steps, chunk) - done
-            state, metrics = program_of(part)(state, part, shared, np.int32(done), np.int32(count))
+            compiling = time.monotonic()
+            program = program_of(part)
+            began += (waited := time.monotonic() - compiling)
+            progress.skip(waited)
+            state, metrics = program(state, part, shared, np.int32(done), np.int32(count))
             done += count
             waiting = draw(done, state) if ahead and done < steps else None  # while the devices are busy
             values = {name: float(value) for name, value in metrics.items()}
@@ -431,12 +435,16 @@ def _on_host(data: Any, samples: int) -> Any:
 
 
 def _placed(tree: State, mesh: Mesh) -> State:
-    """Put arrays on each device of a mesh, except those that are on these devices in some way."""
-    devices = set(mesh.devices.flat)
+    """Put arrays on each device of a mesh, except those that are on these devices in some way.
+
+    One device has many equal shardings. They become one, since a program is compiled for each.
+    """
+    devices, everywhere = set(mesh.devices.flat), replicated(mesh)
 
     def put(leaf: Any) -> Array:
         there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
-        return leaf if there else jax.device_put(leaf, replicated(mesh))
+        there = there and not (len(devices) == 1 and leaf.sharding.is_equivalent_to(everywhere, leaf.ndim))
+        return leaf if there else jax.device_put(leaf, everywhere)
 
     return jax.tree.map(put, tree)
 
