@@ -87,11 +87,11 @@ def main(arguments):
     for name, chosen in {"before": factors, "after": state.params}.items():
         print(f"reward of new images {name}: {drawn(chosen, seed=10_000)[1].mean():.3f}")
 
-    file = Path("blue.safetensors")
+    file = Path("dpo-blue.safetensors")
     low_rank.write_factors(file, state.params, layers, alpha=8, names="peft", metadata={})
     before = pipe("a bird", seed=10_000)
     pipe.adapters.load("blue", file)
-    for name, result in {"before.png": before, "after.png": pipe("a bird", seed=10_000)}.items():
+    for name, result in {"dpo-before.png": before, "dpo-after.png": pipe("a bird", seed=10_000)}.items():
         result.images[0].save(name)
         print(name)
 
