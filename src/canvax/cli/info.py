@@ -108,7 +108,7 @@ def folder_info(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: it holds no file that canvax knows, or cannot be read.
     """
-    from canvax.families.local_models import fault_of
+    from canvax.families.local_models import fault_of, readers
 
     try:
         parts = [alone] if (alone := inspect(folder)) else list(listing(folder))
@@ -117,7 +117,12 @@ def folder_info(folder: Path) -> dict[str, Any]:
     if not parts:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
     rows = [
-        {"file": str(part.path), "kind": part.kind_name, "family": part.family or None, "fault": fault_of(part) or None}
+        {
+            "file": str(part.path),
+            "kind": part.kind_name,
+            "family": part.family or readers(part) or None,
+            "fault": fault_of(part) or None,
+        }
         for part in parts
     ]
     return {"folder": str(folder), "files": rows}
@@ -136,12 +141,14 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
 
 def part_info(part: FileReport) -> dict[str, Any]:
     """Describe a file with a part of a model, or with an adapter or network for one."""
+    from canvax.families.local_models import readers
+
     entries = open_weights(part.path, plain_names=False)
     stored = Counter(entry.stored for entry in entries)
     return {
         "file": str(part.path),
         "kind": part.kind_name,
-        "family": part.family or None,
+        "family": part.family or readers(part) or None,
         "flag": part.kind.flag if part.kind else "",
         "arrays": len(entries),
         "bytes": sum(entry.nbytes for entry in entries),
