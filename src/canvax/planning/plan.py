@@ -337,10 +337,10 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
         files = overrides.apply(files, progress=False, **source)
         warn_unused_cache(source.get("cache_dir"), model, *overrides.parts.values())
     except InputError as error:
-        is_name = isinstance(model, str) and "/" not in model and not named_path("model", model).exists()
-        if is_name and error.argument == "model" and not find_named(model, "model"):
+        is_name = isinstance(model, str) and "/" not in model and error.argument == "model"
+        if is_name and not named_path("model", model).exists() and not find_named(str(model), "model"):
             names = [*PRESETS, *BUNDLED]
-            meant = did_you_mean(model, names) or meant_by(model)
+            meant = did_you_mean(str(model), names) or meant_by(str(model))
             raise InputError(
                 "model",
                 "is no preset, folder or Hub id",
