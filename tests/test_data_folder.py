@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,14 @@ from canvax.cli import main
 from canvax.cli.again import again, recorded_model
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather, in_usual_syntax
+from canvax.cli.info import folder_info
 from canvax.cli.loading import load_of, load_with
 from canvax.cli.serve import first_model
 from canvax.errors import InputError
 from canvax.families.known import PRESETS
 from canvax.families.local_models import local_models
 from canvax.images.metadata import read_metadata, save_image
+from canvax.params import flatten
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Job, JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
@@ -405,3 +409,52 @@ def test_an_image_of_comfyui_names_its_model_by_folder(
     info.add_text("prompt", json.dumps(graph))
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
     assert recorded_model(read_metadata(tmp_path / "a.png")) == model
+
+
+def _head(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write a file of zeros, of which the disk holds only the header."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _language_model(width: int, *, normed: bool = True) -> dict[str, tuple[int, ...]]:
+    layer = "model.layers.0."
+    shapes = {f"{layer}self_attn.{name}_proj.weight": (128, width) for name in "qk"}
+    shapes |= {"model.embed_tokens.weight": (8, width), f"{layer}mlp.gate_proj.weight": (8, width)}
+    return shapes | ({f"{layer}self_attn.q_norm.weight": (128,)} if normed else {})
+
+
+def _autoencoder(preset: str) -> dict[str, tuple[int, ...]]:
+    shapes = {name: param.shape for name, param in flatten(PRESETS[preset].specs(None)["vae"])}
+    return {name: (*shape[:-3:-1], *shape[:-2]) if len(shape) == 4 else shape for name, shape in shapes.items()}
+
+
+def test_parts_name_the_families_that_read_them(tmp_path: Path) -> None:
+    attention = "encoder.block.0.layer.0.SelfAttention."
+    t5 = {"shared.weight": (8, 4096), f"{attention}relative_attention_bias.weight": (32, 64)}
+    t5 |= {f"{attention}q.weight": (64, 4096), "encoder.block.0.layer.1.DenseReluDense.wi_0.weight": (8, 4096)}
+    edit = {"txt_norm.weight": (8,), "transformer_blocks.0.img_mod.1.weight": (8, 8)}
+    (tmp_path / "union").mkdir()
+    (tmp_path / "union/config.json").write_text('{"_class_name": "FluxControlNetModel"}')
+    files = {
+        "qwen_3_4b": (_language_model(2560), "Z-Image, FLUX.2"),
+        "qwen3vl_4b": (_language_model(2560), "FLUX.3, Krea 2"),
+        "qwen_2.5_vl_7b": (_language_model(3584, normed=False), "Qwen-Image 1"),
+        "other": (_language_model(64), None),
+        "t5xxl": (t5, "FLUX.1, Chroma"),
+        "ae": (_autoencoder("flux1-dev"), "Z-Image, FLUX.1, Chroma"),
+        "flux2-vae": (_autoencoder("flux2-klein-4b"), "FLUX.2, FLUX.3"),
+        "sd-vae": (_autoencoder("sd15"), "Stable Diffusion, Stable Diffusion XL"),
+        "qwen_image_edit_2511": (edit, "Qwen-Image-Edit"),
+        "qwen_image": (edit, "Qwen-Image 1"),
+    }
+    for name, (shapes, _) in files.items():
+        _head(tmp_path / f"{name}.safetensors", shapes)
+    found = {Path(row["file"]).stem: row["family"] for row in folder_info(tmp_path)["files"]}
+    assert found == {name: families for name, (_, families) in files.items()} | {"union": "FLUX.1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,5 +294,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "--quantize int8" in capsys.readouterr().out
     assert main(["info", "emoji", "--memory", "--quantize", "int8"]) == 0
     assert "float32 with int8 weights" in capsys.readouterr().out
+    assert main(["info", "emoji", "--memory", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert max(memory["programs"].values()) + memory["components"]["vae"] < memory["streamed"] < memory["total"]
     assert main(["generate", "a cat", "--quantize", "4bit", "-q"]) == BAD_INPUT
     assert "--quantize" in capsys.readouterr().err

@@ -284,7 +284,7 @@ class _Size(argparse.Action):
     """``--size 1024x768`` for ``--width 1024 --height 768``."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.width, namespace.height = parse_sides("size", values)
+        namespace.width, namespace.height = parse_sides(option_string or "size", values)
 
 
 def _size(group: Any, *, several: bool = False) -> None:
@@ -324,7 +324,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
 
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a file, a Hub id owner/name, or a pickle")
-    parser.add_argument("to", metavar="OUTPUT", help="a file that ends in .safetensors, or a folder")
+    parser.add_argument("output", metavar="OUTPUT", help="a file that ends in .safetensors, or a folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or write into a folder with files")
     without = ("model", "quantize", "precision", "safety_checker", "prediction_type", "scheduler", "mesh", "offload")
     add_load(parser, without=without, help={"dtype": "float16, bfloat16 or float32 (as they are)"})

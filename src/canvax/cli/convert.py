@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
     output = convert(
         arguments.model,
-        arguments.to,
+        arguments.output,
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,

@@ -32,6 +32,7 @@ from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
 
 if TYPE_CHECKING:
+    from canvax.params import Spec
     from canvax.weights.files import ModelFiles
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -108,7 +109,7 @@ def folder_info(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: it holds no file that canvax knows, or cannot be read.
     """
-    from canvax.families.local_models import fault_of
+    from canvax.families.local_models import fault_of, readers
 
     try:
         parts = [alone] if (alone := inspect(folder)) else list(listing(folder))
@@ -117,7 +118,12 @@ def folder_info(folder: Path) -> dict[str, Any]:
     if not parts:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
     rows = [
-        {"file": str(part.path), "kind": part.kind_name, "family": part.family or None, "fault": fault_of(part) or None}
+        {
+            "file": str(part.path),
+            "kind": part.kind_name,
+            "family": part.family or readers(part) or None,
+            "fault": fault_of(part) or None,
+        }
         for part in parts
     ]
     return {"folder": str(folder), "files": rows}
@@ -136,12 +142,14 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
 
 def part_info(part: FileReport) -> dict[str, Any]:
     """Describe a file with a part of a model, or with an adapter or network for one."""
+    from canvax.families.local_models import readers
+
     entries = open_weights(part.path, plain_names=False)
     stored = Counter(entry.stored for entry in entries)
     return {
         "file": str(part.path),
         "kind": part.kind_name,
-        "family": part.family or None,
+        "family": part.family or readers(part) or None,
         "flag": part.kind.flag if part.kind else "",
         "arrays": len(entries),
         "bytes": sum(entry.nbytes for entry in entries),
@@ -270,6 +278,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the memory that each device of this machine needs, from the compiled programs, without weights."""
     from canvax.parallel.rules import device_bytes
     from canvax.pipelines.checks import MOST_IMAGES
+    from canvax.planning.modes import AHEAD, largest_layer
     from canvax.weights.cast import parse_dtype
 
     check_sides(arguments)
@@ -283,6 +292,15 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     batch = arguments.batch or mesh.shape["data"]
     references = parse_references(arguments.references)
     memory = pipe.memory(height, width, batch, references=references)
+
+    def size(spec: Spec) -> int:
+        return device_bytes(spec, parse_dtype(model.dtype), mesh.shape)
+
+    networks, kind = model.networks, model.quantize
+    reads = {"text encoder": networks.text.names, "denoiser": (networks.denoiser.component,)}
+    layers = {name: largest_layer(spec, size) for name, spec in networks.specs(kind).items()}
+    ahead = {name: AHEAD * max(layers[part] for part in parts) for name, parts in reads.items()}
+    left = sum(map(size, networks.specs(kind, streamed=True).values()))
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),
@@ -293,12 +311,11 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch": batch,
         "references": references if isinstance(references, int) else len(references),
         "weights": memory.weights,
-        "components": {
-            part.name: device_bytes(part.spec, parse_dtype(model.dtype), mesh.shape) for part in model.components
-        },
+        "components": {part.name: size(part.spec) for part in model.components},
         "programs": dict(memory.programs),
         "total": memory.total,
         "offloaded": memory.offloaded,
+        "streamed": left + max(used + ahead.get(name, 0) for name, used in memory.programs.items()),
         "free": memory.limit,
     }
 
@@ -310,6 +327,7 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     rows += [(f"{name}, while running", byte_size(size)) for name, size in memory["programs"].items()]
     rows.append(("largest total", byte_size(memory["total"])))
     rows.append(("with --offload", byte_size(memory["offloaded"])))
+    rows.append(("with --offload-layers", byte_size(memory["streamed"])))
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"

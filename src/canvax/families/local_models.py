@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.families.base import CLASSES, Family
 from canvax.families.known import FAMILIES
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
@@ -29,10 +30,12 @@ from canvax.weights.identify import (
     FileReport,
     inspect,
     listing,
+    transformer_family,
 )
+from canvax.weights.language_model import open_language_model
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from canvax.weights.overrides import Overrides
+from canvax.weights.overrides import Overrides, vae_of_file
 from canvax.weights.transformer_file import parts_beside
 
 _KINDS: Mapping[str, tuple[FileKind, ...]] = {"vae": (AUTOENCODER,)}
@@ -96,6 +99,35 @@ def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
     return "" if part.kind.flag else f"{part.kind.name}: {part.kind.cure}"
 
 
+def readers(part: FileReport) -> str:
+    """Return the families of an autoencoder or a text encoder of a transformer, by kind and widths; "" if unknown."""
+    if not part.path.is_file() or part.kind not in (AUTOENCODER, *_ENCODERS):
+        return ""
+    return ", ".join(dict.fromkeys(family.title for family in FAMILIES if _reads(family, part)))
+
+
+def _reads(family: Family, part: FileReport) -> bool:
+    """Return whether a published model of a family reads a part."""
+    presets, path = family.presets.values(), part.path
+    if part.kind is AUTOENCODER:
+        with suppress(CheckpointError, InputError):
+            config = vae_of_file(str(path), path, {}).config
+            channels = {preset.vae.latent_channels for preset in presets}
+            of_class = config["_class_name"] in family.classes["vae"]
+            return of_class and (config["_class_name"] not in CLASSES["vae"] or config["latent_channels"] in channels)
+        return False
+    for name, usual in family.single_file.configs.items() if family.single_file else ():
+        encoders = [encoder for preset in presets for encoder in preset.text.encoders if encoder.component == name]
+        if encoders and ("vision_config" in usual) == _reads_images(path):
+            with suppress(CheckpointError, InputError):
+                config = open_language_model(Location(path, argument=name), usual).config
+                config = config.get("text_config", config)
+                size = "d_model" if "d_model" in config else "hidden_size"
+                if any(config[size] == getattr(encoder.cfg, size, None) for encoder in encoders):
+                    return True
+    return False
+
+
 def completed(overrides: Overrides, location: Location, near: Sequence[FileReport] | None = None) -> Overrides:
     """Add the text encoder and the autoencoder that a transformer in a separate file lacks.
 
@@ -113,10 +145,11 @@ def completed(overrides: Overrides, location: Location, near: Sequence[FileRepor
     path = location.local()
     if path is None or not path.is_file() or (part := inspect(path)) is None or part.kind is not TRANSFORMER:
         return overrides
-    family = next(family for family in FAMILIES if family.title == part.family)
+    arrays = [entry.name for entry in open_weights(path, plain_names=False)]
+    family = transformer_family(arrays)
+    assert family is not None  # since it is a transformer
     if not (missing := [name for name in parts_beside(family) if name not in overrides.parts]):
         return overrides
-    arrays = [entry.name for entry in open_weights(path, plain_names=False)]
     inside = [name for name in missing if any(array.startswith(INSIDE[name]) for array in arrays)]
     if inside == missing:
         reasons = dict.fromkeys(inside, "in the same file")

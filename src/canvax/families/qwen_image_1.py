@@ -5,7 +5,7 @@ Edit 2509 and 2511 see a small copy of each reference with the tower of Qwen2.5-
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -147,6 +147,12 @@ def _by_name(stem: str) -> dict[str, Any]:
 def _index(config: Mapping[str, Any], stem: str) -> dict[str, Any]:
     """Return the pipeline, that of Edit for files with its name or mark."""
     return {"_class_name": EDIT} if "edit" in stem.lower() or config.get("zero_cond_t") else {}
+
+
+def file_title(names: Collection[str], stem: str) -> str:
+    """Return the display name of the model of a transformer's file."""
+    marked = any(name.endswith(MARK) for name in names)
+    return "Qwen-Image-Edit" if _index({"zero_cond_t": marked}, stem) else QWEN_IMAGE_1.title
 
 
 QWEN_IMAGE_1 = Family(

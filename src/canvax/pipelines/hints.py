@@ -18,7 +18,7 @@ from canvax.pipelines.generate import larger_side, sampler_table, work
 from canvax.pipelines.request import InitImages, Request, usual_guidance
 from canvax.prompts import words_of
 from canvax.samplers import find, spec_of
-from canvax.samplers.forecast import FEWEST_STEPS
+from canvax.samplers.forecast import FEWEST_STEPS, free_slots
 from canvax.samplers.solvers import euler
 from canvax.samplers.table import NOISE, SamplerTable
 
@@ -82,6 +82,25 @@ def _odd_spread(request: Request) -> float | None:
     return next((spread for spread in spreads if not 1 / ODD <= spread <= ODD), None)
 
 
+def _not_fast(model: Model, request: Request) -> tuple[str, str] | None:
+    """Return why no step of a fast request is forecast, with the cure; None if some are."""
+    table = sampler_table(model, request)
+    if len(table) < len(sampler_table(model, replace(request, options=replace(request.options, quality="full")))):
+        return None
+    steps, other = request.init_images.steps if request.init_images else request.steps, "try {sampler='dpmpp_2m'}"
+    if model.networks.denoiser.facts.flow_map:
+        return f"{model.name} was distilled for the length of each step", ""
+    if steps < FEWEST_STEPS:
+        return f"{steps} steps are fewer than {FEWEST_STEPS}", f"try {{num_inference_steps={FEWEST_STEPS}}}"
+    if table.M[:, :, NOISE].any():
+        return "the sampler adds noise", other
+    if len(np.unique(table.step)) < len(table):
+        return "the sampler evaluates twice in a step", other
+    if not free_slots(table):
+        return "the sampler needs all outputs that it keeps", other
+    return "the steps are too few, too long, or the prompt, guidance or control changes too often", ""
+
+
 def idle(model: Model, request: Request) -> Iterator[HintWarning]:
     """Yield a warning for each option that has no effect, with the condition that is missing."""
     there = _there(model, request)
@@ -120,10 +139,8 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning(
             "reuse", "has no effect in so few steps: the first two compute everything", value=options.reuse
         )
-    full = replace(request, options=replace(options, quality="full"))
-    if options.quality == "fast" and len(sampler_table(model, request)) == len(sampler_table(model, full)):
-        problem = f"has no effect: it needs {FEWEST_STEPS} steps, with one evaluation and no noise each, of one prompt"
-        yield HintWarning("quality", problem, cure="try {sampler='dpmpp_2m'}", value="fast")
+    if options.quality == "fast" and (problem := _not_fast(model, request)):
+        yield HintWarning("quality", f"has no effect: {problem[0]}", cure=problem[1], value="fast")
     yield from idle(model, request)
     if request.embeds[0] is not None and request.embeds[1] is None and request.guided:
         for name in sorted(options.changed().keys() & {"prompt_syntax", "clip_skip"}):

@@ -94,7 +94,7 @@ def modes(
     found: list[Mode] = []
     for kind in dict.fromkeys((quantize, quantize or "int8")):
         whole, left = weights(kind, streamed=False), weights(kind, streamed=True)
-        layers = {name: _largest_layer(spec, size) for name, spec in networks.specs(kind).items()}
+        layers = {name: largest_layer(spec, size) for name, spec in networks.specs(kind).items()}
         offloaded = compute
         layered = setup
         at_once = 0
@@ -113,7 +113,7 @@ def modes(
     return tuple(found)
 
 
-def _largest_layer(spec: Spec, size: Callable[[Spec], int]) -> int:
+def largest_layer(spec: Spec, size: Callable[[Spec], int]) -> int:
     """Return the bytes of the streamed weights of the largest layer."""
     layers = Counter[str]()
     for name, param in flatten(spec):

@@ -19,7 +19,7 @@ from typing import Any
 from canvax._version import __version__
 from canvax.compile.kinds import reference_encoder
 from canvax.denoise import WINDOW
-from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
+from canvax.errors import CanvaxError, InputError, check_count, did_you_mean, nearest
 from canvax.families.base import Defaults, Family
 from canvax.families.known import FAMILIES, PRESETS, family_of
 from canvax.families.local_models import completed
@@ -38,6 +38,7 @@ from canvax.planning.targets import Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
+from canvax.weights.data_folder import find_named, meant_by
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
@@ -335,13 +336,15 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
         files = open_files(origin, accept=family_of, weights=False, given=overrides.parts)
         files = overrides.apply(files, progress=False, **source)
         warn_unused_cache(source.get("cache_dir"), model, *overrides.parts.values())
-    except CheckpointError as error:
-        if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
+    except InputError as error:
+        is_name = isinstance(model, str) and "/" not in model and error.argument == "model"
+        if is_name and not named_path("model", model).exists() and not find_named(str(model), "model"):
             names = [*PRESETS, *BUNDLED]
+            meant = did_you_mean(str(model), names) or meant_by(str(model))
             raise InputError(
                 "model",
                 "is no preset, folder or Hub id",
-                cure=f"{nearest(model, names)} Presets: {', '.join(names)}",
+                cure=f"{meant} presets: {', '.join(names)}".lstrip(),
                 value=model,
             ) from error
         raise

@@ -34,7 +34,7 @@ def with_forecasts(table: SamplerTable, changes: Sequence[int] = ()) -> SamplerT
         table: a table with its guidance, whose end or beginning changes D at once.
         changes: steps at which other things change D at once, such as another prompt.
     """
-    if not (free := _free_slots(table)):
+    if not (free := free_slots(table)):
         return table
     slot, count = free[-1], len(table)
     kinds = list(zip(table.guidance == 1.0, np.searchsorted(np.sort(changes), table.step, "right"), strict=True))
@@ -64,7 +64,7 @@ def with_forecasts(table: SamplerTable, changes: Sequence[int] = ()) -> SamplerT
     return replace(table, **columns)
 
 
-def _free_slots(table: SamplerTable) -> list[int]:
+def free_slots(table: SamplerTable) -> list[int]:
     """Return the slots that no row writes, nor reads into another slot."""
     kept = np.eye(SLOTS, SLOTS + 2)
     return [

@@ -11,6 +11,7 @@ from canvax.errors import CheckpointError, InputError
 from canvax.families.base import Family, Shapes
 from canvax.families.flux import FLUX
 from canvax.families.known import AUTOENCODERS, FAMILIES, MODELS
+from canvax.families.qwen_image_1 import QWEN_IMAGE_1, file_title
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
 from canvax.weights.adapter_names import is_adapters, split_name
@@ -271,6 +272,8 @@ def inspect(path: Path) -> FileReport | None:
     if family in OTHERS.values() and kind is not LORA:
         return FileReport(path, "weights that canvax does not run", family)
     missing = parts_missing(shapes) if kind is MODEL else []
+    if kind is TRANSFORMER and family == QWEN_IMAGE_1.title:
+        family = file_title(shapes, path.stem)
     if kind is TRANSFORMER and all(any(name.startswith(start) for name in shapes) for start in INSIDE.values()):
         return FileReport(path, MODEL.name, family, kind)
     kind_name = kind.name if kind else UPSCALER if enlarges else "not recognised"
@@ -324,7 +327,8 @@ def _inspect_folder(folder: Path) -> FileReport | None:
     config = _json(folder / "config.json")
     name = str(config.get("_class_name"))
     if (kind := CLASSES.get(name)) is not None and kind.flag:
-        return FileReport(folder, kind.name, _family_of_config(config), kind)
+        family = FLUX.title if name == FLUX_CONTROLNET else _family_of_config(config)
+        return FileReport(folder, kind.name, family, kind)
     return (
         FileReport(folder, f"a network alone ({name})", _family_of_config(config)) if "_class_name" in config else None
     )
