@@ -664,8 +664,8 @@ class Server(RuleBasedStateMachine):
         if self.engine._can_decode() or self.engine._leader() is not None:
             try:
                 self._act(self.engine._next_turn)
-            except Asleep:  # a program became ready, and its model waits for the writer
-                assert self._is_full()
+            except Asleep:  # its job was cancelled, or its model waits for the writer; others wait for a program
+                assert self._is_full() or self.engine._missing() is not None
             assert not self.engine._can_decode()  # before more rows
         else:
             self.engine._book.expire()
