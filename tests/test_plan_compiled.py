@@ -82,7 +82,8 @@ def test_json_of_a_plan(compiled: tuple[Plan, Any]) -> None:
     said = json.loads(json.dumps(compiled[0].to_dict()))
     assert set(said) == {
         "model", "target", "mesh", "device", "batch", "height", "width", "steps", "guided", "dtype", "quantize", "fits",
-        "modes", "references", "why_not", "memory", "weights", "estimated_seconds", "bound_seconds", "programs", "versions",
+        "modes", "references", "why_not", "memory", "weights", "estimated_seconds", "bound_seconds", "programs",
+        "versions",
     }  # fmt: skip
     assert [program["name"] for program in said["programs"]] == list(PROGRAMS)
     assert set(said["programs"][0]) == set(ProgramPlan.__dataclass_fields__) | {"bound_seconds"}

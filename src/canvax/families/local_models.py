@@ -123,7 +123,7 @@ def _reads(family: Family, part: FileReport) -> bool:
                 config = open_language_model(Location(path, argument=name), usual).config
                 config = config.get("text_config", config)
                 size = "d_model" if "d_model" in config else "hidden_size"
-                if any(config[size] == getattr(encoder.cfg, size, None) for encoder in encoders):
+                if any(config[size] == getattr(vars(encoder).get("cfg"), size, None) for encoder in encoders):
                     return True
     return False
 
