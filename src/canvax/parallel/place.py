@@ -5,7 +5,7 @@ Every process must call these functions with the same arguments; it transfers on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,8 +31,17 @@ def waits(params: Any) -> bool:
 
     If only the large ones are, they are streamed: programs read them there (``canvax.params.Param.host``).
     """
-    leaves = jax.tree.leaves(params)
-    return bool(leaves) and all(map(on_host, leaves))
+    arrays = _arrays(params)
+    return on_host(next(arrays, None)) and all(map(on_host, arrays))
+
+
+def _arrays(params: Any) -> Iterator[Any]:
+    """Yield the arrays of a component one by one: mostly the first one decides, of thousands in each call."""
+    if isinstance(params, Mapping):
+        for part in params.values():
+            yield from _arrays(part)
+    else:
+        yield from jax.tree.leaves(params)
 
 
 def kind_of(params: Any) -> str | None:
