@@ -292,6 +292,12 @@ def chunks(p: Params, time: Array, count: int) -> Modulation:
     return tuple(jnp.split(linear(p["linear"], time), count, axis=-1))
 
 
+def output_layer(p: Params, x: Array, time: Array, *, eps: float) -> Array:
+    """Return the network's output [B, T, C] of tokens [B, T, D]: its last normalisation and projection."""
+    scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here
+    return linear(p["proj_out"], modulated(layer_norm(x, eps=eps), shift, scale))
+
+
 @outlined
 def double_block(
     p: Params,

@@ -25,8 +25,7 @@ from canvax.models.dit import (
     double_block_spec,
     embedded_time,
     grid_ids,
-    layer_norm,
-    modulated,
+    output_layer,
     parallel_block,
     parallel_block_spec,
     rotary_embedding,
@@ -213,8 +212,7 @@ def flux2(
         block = ahead(p["single_transformer_blocks"][str(i)], h)
         where = f"single_transformer_blocks.{i}"
         h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps, where=where)
-    scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here
-    return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=cfg.eps), shift, scale))
+    return output_layer(p, h[:, rows : rows + tokens], time, eps=cfg.eps)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from canvax.models.dit import (
     chunks,
     embedded_time,
     grid_ids,
-    layer_norm,
-    modulated,
+    output_layer,
     parallel_block,
     parallel_block_spec,
     rotary_embedding,
@@ -260,8 +259,7 @@ def flux3(
     for i in range(cfg.num_single_layers):
         block, where = ahead(p["single_transformer_blocks"][str(i)], h), f"single_transformer_blocks.{i}"
         h = parallel_block(block, h, modulation, context.rope, context.lengths, eps=cfg.eps, where=where)
-    scale, shift = chunks(p["norm_out"], now, 2)  # scale before shift, only here
-    return linear(p["proj_out"], modulated(layer_norm(h[:, :tokens], eps=cfg.eps), shift, scale))
+    return output_layer(p, h[:, :tokens], now, eps=cfg.eps)
 
 
 def _rope(ids: Array, cfg: Flux3Config) -> Rope:

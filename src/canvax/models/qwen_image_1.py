@@ -27,8 +27,7 @@ from canvax.models.dit import (
     double_block_spec,
     embedded_time,
     grid_ids,
-    layer_norm,
-    modulated,
+    output_layer,
     reference_grids,
     rms_norm,
     rms_norm_spec,
@@ -188,8 +187,7 @@ def qwen_image_1(p: Params, x: Array, timestep: Array, context: QwenImage1Contex
         image, text = double_block(
             block, image, text, for_image, for_text, context.rope, context.lengths, eps=EPS, text_last=True, where=where
         )
-    scale, shift = chunks(p["norm_out"], time, 2)  # scale before shift, only here
-    return linear(p["proj_out"], modulated(layer_norm(image[:, :of_image], eps=EPS), shift, scale))
+    return output_layer(p, image[:, :of_image], time, eps=EPS)
 
 
 def _by_token(modulation: Modulation, of_image: int, tokens: int) -> Modulation:
