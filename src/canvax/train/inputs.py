@@ -27,11 +27,9 @@ from canvax.tokenizers.clip import TruncationWarning
 from canvax.train.buckets import Size
 from canvax.train.diffusion import Reader, denoising_data
 from canvax.train.encoding import encode_pictures
-from canvax.train.kept import Lazy, Store, fingerprint, name_of
+from canvax.train.kept import ENCODED_AT_ONCE, Lazy, Store, fingerprint, in_batches, name_of
 from canvax.train.pictures import MASK, MASK_ENDING, PictureFolder, frame_of
 from canvax.types import HostArray
-
-_ENCODED_AT_ONCE = 4
 
 _Source = tuple[Size, int, Callable[[], HostArray]]
 """Size of an image, 1 for its mirror image or 0, and a function that reads it."""
@@ -314,19 +312,12 @@ class Encoder:
 
     def _encode(self, names: Sequence[str], sources: Sequence[_Source], noun: str) -> None:
         missing = self.store.missing(names)
-        groups: dict[tuple[Size, int], list[int]] = {}
-        for position in missing:
-            groups.setdefault(sources[position][:2], []).append(position)
-        if missing:
-            self.say(f"encoding {len(missing)} of {len(names)} {noun} into {self.store.folder}")
-        else:
-            self.say(f"{len(names)} encoded {noun} are kept in {self.store.folder}")
-        for (_, flip), group in sorted(groups.items()):
-            for start in range(0, len(group), _ENCODED_AT_ONCE):
-                part = group[start : start + _ENCODED_AT_ONCE]
-                pixels = np.stack([sources[i][2]()[:, :: -1 if flip else 1] for i in part])
-                latents = encode_pictures(self.vae, pixels, self.model.vae, self.mesh, batch=_ENCODED_AT_ONCE)
-                keep(self.store, [names[i] for i in part], [{"latents": array} for array in latents], self.mesh)
+        self.say(self.store.progress(missing, names, noun))
+        for part in in_batches(missing, lambda position: sources[position][:2]):
+            flip = sources[part[0]][1]
+            pixels = np.stack([sources[i][2]()[:, :: -1 if flip else 1] for i in part])
+            latents = encode_pictures(self.vae, pixels, self.model.vae, self.mesh, batch=ENCODED_AT_ONCE)
+            keep(self.store, [names[i] for i in part], [{"latents": array} for array in latents], self.mesh)
 
     def _pixels(self, item: Item, number: int) -> HostArray:
         """Return a reference [H, W, channels] uint8."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from canvax.weights.safetensors import ArrayToSave, open_safetensors, write_safe
 
 _VERSION = 1
 """Part of all names; changed when the same image or text is encoded to other numbers."""
+ENCODED_AT_ONCE = 4
+"""Images or texts of a batch."""
 _SAMPLE = 4096
 """Bytes at the beginning and end of each array that tell weights from other weights."""
 
@@ -47,6 +49,12 @@ class Store:
         first = {name: i for i, name in reversed(list(enumerate(names)))}
         return sorted(i for name, i in first.items() if not self.path(name).is_file())
 
+    def progress(self, missing: Sequence[int], names: Sequence[str], noun: str) -> str:
+        """Return a message about the files that are missing."""
+        if missing:
+            return f"encoding {len(missing)} of {len(names)} {noun} into {self.folder}"
+        return f"{len(names)} encoded {noun} are kept in {self.folder}"
+
     def write(self, name: str, arrays: Mapping[str, HostArray]) -> None:
         """Write the arrays of a file."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,13 +71,16 @@ class Store:
 
     def rows(self, names: HostArray, key: str) -> Lazy:
         """Return the arrays ``key`` of the files ``names``, of any shape, as one array that is read when indexed."""
-        (first,) = [entry for entry in self._entries(names.flat[0]) if entry.name == key]
+
+        def entry_of(name: str) -> Any:
+            (entry,) = [entry for entry in self._entries(name) if entry.name == key]
+            return entry
+
+        first = entry_of(names.flat[0])
 
         def row(index: int) -> HostArray:
-            files = [
-                [entry for entry in self._entries(name) if entry.name == key] for name in names[index : index + 1].flat
-            ]
-            return np.stack([entry.read() for (entry,) in files]).reshape((*names.shape[1:], *first.shape))
+            arrays = [entry_of(name).read() for name in names[index : index + 1].flat]
+            return np.stack(arrays).reshape((*names.shape[1:], *first.shape))
 
         return Lazy((*names.shape, *first.shape), first.dtype, row)
 
@@ -108,6 +119,15 @@ class Lazy:
     def nbytes(self) -> int:
         """Bytes of the whole array."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def in_batches(positions: Sequence[int], key: Callable[[int], Hashable]) -> Iterator[list[int]]:
+    """Yield the positions in batches of at most ``ENCODED_AT_ONCE`` with the same ``key``."""
+    groups: dict[Hashable, list[int]] = {}
+    for position in positions:
+        groups.setdefault(key(position), []).append(position)
+    for group in groups.values():
+        yield from (group[start : start + ENCODED_AT_ONCE] for start in range(0, len(group), ENCODED_AT_ONCE))
 
 
 def name_of(*parts: Any) -> str:

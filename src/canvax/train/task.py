@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +63,7 @@ from canvax.train.inputs import (
     sees_references,
     shuffling,
 )
-from canvax.train.kept import Store, fingerprint, name_of
+from canvax.train.kept import Store, fingerprint, in_batches, name_of
 from canvax.train.log import VALIDATION, TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
@@ -828,29 +828,32 @@ def _features(
         )
         for part, (text, _) in zip(read, wanted, strict=True)
     ]
-    if missing := store.missing(names):
-        seeing = {
-            i: files.text.seeing([(view.height, view.width) for view in views(wanted[i][0])])
-            for i in missing if not isinstance(wanted[i][0], str)
-        }  # fmt: skip
-        rows_of = [seeing.get(i, model.text).rows(wanted[i][1]) for i in missing]
-        needed = sum(rows_of) * model.text.width * np.dtype(dtype).itemsize
-        available = disk_usage(first_there(store.folder)).free
-        if needed > available:
-            problem = f"has captions whose features need {gigabytes(needed)} of disk"
-            cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
-            raise InputError("pictures", problem, cure=cure, value=training.pictures)
-        say(f"encoding {len(missing)} of {len(names)} texts into {store.folder}")
+    missing = store.missing(names)
+    seeing = {
+        i: files.text.seeing([(view.height, view.width) for view in views(wanted[i][0])])
+        for i in missing if not isinstance(wanted[i][0], str)
+    }  # fmt: skip
+    rows_of = [seeing.get(i, model.text).rows(wanted[i][1]) for i in missing]
+    needed = sum(rows_of) * model.text.width * np.dtype(dtype).itemsize
+    available = disk_usage(first_there(store.folder)).free
+    if needed > available:
+        problem = f"has captions whose features need {gigabytes(needed)} of disk"
+        cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
+        raise InputError("pictures", problem, cure=cure, value=training.pictures)
+    say(store.progress(missing, names, "texts"))
+    if missing:
         _, _, params = open_model(training.model, weights=files.text.names, **opened)
         params = jax.device_put({name: params[name] for name in files.text.names}, replicated(mesh))
-        for part in _alike(missing, read, seeing):
+
+        def form(i: int) -> Hashable:
+            return (*(leaf.shape for leaf in jax.tree.leaves(read[i])), seeing.get(i))
+
+        for part in in_batches(missing, form):
             whole = [inputs(*wanted[i], views(wanted[i][0])) if i in seeing else read[i] for i in part]
             stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *whole)
             features = encode_captions(params, stacked, seeing.get(part[0], files.text), mesh)
             rows = [{key: array[i] for key, array in features.items()} for i in range(len(part))]
             keep(store, [names[i] for i in part], rows, mesh)
-    else:
-        say(f"{len(names)} encoded texts are kept in {store.folder}")
     name = dict(zip(wanted, names, strict=True))
 
     def reader(key: str) -> Reader:
@@ -867,17 +870,6 @@ def _features(
         if model.family.guides(model.networks, model.defaults.guidance_scale):
             prompts["negative_prompt"] = previewed([""] * len(training.prompts))
     return _Features(readers, prompts)
-
-
-def _alike(
-    chosen: Sequence[int], read: Sequence[Any], seeing: Mapping[int, Any], count: int = 4
-) -> Iterator[list[int]]:
-    """Yield the chosen entries in groups of at most ``count`` whose arrays have the same shapes and encoders."""
-    groups: dict[Any, list[int]] = {}
-    for i in chosen:
-        groups.setdefault((*(leaf.shape for leaf in jax.tree.leaves(read[i])), seeing.get(i)), []).append(i)
-    for group in groups.values():
-        yield from (group[start : start + count] for start in range(0, len(group), count))
 
 
 def _data(
