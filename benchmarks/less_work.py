@@ -240,18 +240,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fast", action="store_true", help="compare quality='fast' with fewer steps, at 30 steps")
     parser.add_argument("--full-size", action="store_true", help="time Stable Diffusion 1.5's UNet on random weights")
     parser.add_argument("--output", type=Path, default=Path("docs/images"), help="a folder (docs/images)")
-    told = parser.parse_args(arguments)
-    if told.full_size:
+    options = parser.parse_args(arguments)
+    if options.full_size:
         full_size()
         variants()
         return
     mesh = make_mesh(jax.devices()[:1])
-    if told.fast:
-        fast(canvax.load(told.model, mesh=mesh), told.size)
+    if options.fast:
+        fast(canvax.load(options.model, mesh=mesh), options.size)
         return
-    pipes = {kind: canvax.load(told.model, mesh=mesh, quantize=kind) for kind in (None, *KINDS)}
-    drawn = compare(pipes, told.steps, told.size)
-    grid(drawn).quantize(256, dither=Image.Dither.NONE).save(told.output / "less-work.png", optimize=True)
+    pipes = {kind: canvax.load(options.model, mesh=mesh, quantize=kind) for kind in (None, *KINDS)}
+    drawn = compare(pipes, options.steps, options.size)
+    grid(drawn).quantize(256, dither=Image.Dither.NONE).save(options.output / "less-work.png", optimize=True)
 
 
 if __name__ == "__main__":

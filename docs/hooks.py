@@ -25,5 +25,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files of the root, such as ``../CHANGELOG.md``, lead to their pages on the site."""
+    """Point links to files of the repository's root, for example ``../CHANGELOG.md``, at their pages on the site."""
     return re.sub(r"\]\(\.\./([A-Z]+\.md)", lambda link: f"]({SITE.get(link[1], link[0])}", markdown)

@@ -134,7 +134,7 @@ def loss_of(dit):
         else:
             error, hidden = flow_error(u, x, noise, times[0])
         square = jnp.square(error).mean(axis=(1, 2))
-        # Targets of MeanFlow have outliers, so each sample counts by its own error (eq. 22, p = 1).
+        # Targets of MeanFlow have outliers: the loss of each sample is divided by its error (eq. 22, p = 1).
         value = (square / jax.lax.stop_gradient(square + 1e-3)).mean()
         values = {"error": square.mean()}
         if "features" in samples:

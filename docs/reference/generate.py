@@ -347,7 +347,7 @@ def keywords() -> str:
     first = ("self", "prompt", "negative_prompt", "output_type")
     helps = {name: field.setting.help for name, field in (declared(Call) | declared(OptionRecord)).items()}
     helps |= {"params": "the parameters, if the pipeline does not hold them"}
-    helps |= {"adapters": "the strength of each loaded LoRA, by its name, such as {'ink': 0.8}"}
+    helps |= {"adapters": "the strength of each loaded LoRA by name: {'ink': 0.8}"}
     keyword_only = {
         name: one.annotation for name, one in call.items() if name not in first and one.kind is one.KEYWORD_ONLY
     }

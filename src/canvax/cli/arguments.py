@@ -255,7 +255,7 @@ def _derived(commands: Any, plain: Any) -> None:
     control = commands.add_parser(
         "control",
         usage="canvax control KIND IMAGE OUTPUT [flags]",
-        help="turn an image into a control image, such as its edges",
+        help="turn an image into a control image, for example its edges",
         description="Make a control image from an image, for canvax generate --control.",
     )
     add_control(control)

@@ -210,7 +210,7 @@ def _check_body(text: str) -> int:
 
 
 def byte_count(argument: str, text: str) -> int:
-    """Return the number of bytes of a size such as 20GB.
+    """Return the number of bytes of a size, for example 20GB.
 
     Raises:
         InputError: the text is not a size.

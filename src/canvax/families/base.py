@@ -160,7 +160,7 @@ class Family:
         even_times: see ``NoiseSchedule.even_times``.
         mu: returns the shift for the tokens of an image and the steps, if the scheduler's config does not determine it.
         guidance_off: guidance scale without an effect: 1, or 0 for models that add guidance.
-        guidance: kind of guidance that the model's own pipeline has, a name of ``canvax.guidance.KINDS``.
+        guidance: kind of guidance by default, a name in ``canvax.guidance.KINDS``.
         names: names of the denoiser's layers in single files and LoRAs.
         stacks: layers of the denoiser that diffusers stores as one.
         single_file: layout of files with only the denoiser; None for families without such files.

@@ -311,7 +311,7 @@ class CallFields(ForeignFields, total=False):
     image_prompt: Any
     """Image prompts."""
     adapters: Any
-    """The strength of each loaded LoRA, by its name, such as {'ink': 0.8}."""
+    """The strength of each loaded LoRA by name: {'ink': 0.8}."""
 
 
 class AgainFields(CallFields, total=False):
