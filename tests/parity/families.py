@@ -146,6 +146,17 @@ def build_z_image(folder: Path, *, shift: float = 3.0, released: bool = False) -
     return folder
 
 
+def sharpened(module: Any, text: str, factor: float) -> Any:
+    """Make text and references matter: large text and velocity, and attention that is far from even."""
+    with torch.no_grad():
+        module.get_submodule(text).weight.mul_(factor)
+        module.proj_out.weight.mul_(2)
+        for name, weight in module.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
+                weight.mul_(4)
+    return module
+
+
 def build_flux2(
     folder: Path, *, distilled: bool = True, layers: int = 28, released: bool = False, **changes: Any
 ) -> Path:
@@ -158,15 +169,8 @@ def build_flux2(
     sizes = {"in_channels": 16, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16,
              "num_attention_heads": 2, "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4),
              "guidance_embeds": False}  # fmt: skip
-    transformer: Any = randomise(diffusers.Flux2Transformer2DModel(**{**sizes, **changes}))
+    transformer = sharpened(randomise(diffusers.Flux2Transformer2DModel(**{**sizes, **changes})), "context_embedder", 2)
     vae = _flux2_vae(32 if released else 4, transformer.config.in_channels // 4)
-    with torch.no_grad():
-        # Text and references must matter: attention is far from even, and the velocity large.
-        transformer.context_embedder.weight.mul_(2)
-        transformer.proj_out.weight.mul_(2)
-        for name, weight in transformer.named_parameters():
-            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
-                weight.mul_(4)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, shift=3.0
     )
@@ -355,14 +359,7 @@ QWEN_1_SIZES: dict[str, Any] = {
 
 def qwen_1_network(**changes: Any) -> Any:
     """The transformer of a checkpoint, whose attention is far from even and in which text matters."""
-    module: Any = randomise(diffusers.QwenImageTransformer2DModel(**QWEN_1_SIZES | changes), 3)
-    with torch.no_grad():
-        module.txt_in.weight.mul_(3)
-        module.proj_out.weight.mul_(2)
-        for name, weight in module.named_parameters():
-            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
-                weight.mul_(4)
-    return module
+    return sharpened(randomise(diffusers.QwenImageTransformer2DModel(**QWEN_1_SIZES | changes), 3), "txt_in", 3)
 
 
 def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
@@ -438,14 +435,8 @@ FLUX_SIZES: dict[str, Any] = {
 
 def flux_network(kind: str = "FluxTransformer2DModel", **changes: Any) -> Any:
     """The transformer of a checkpoint, whose attention is far from even and in which text matters."""
-    module: Any = randomise(getattr(diffusers, kind)(**FLUX_SIZES | {"in_channels": 16} | changes), 3)
-    with torch.no_grad():
-        module.context_embedder.weight.mul_(3)
-        module.proj_out.weight.mul_(2)
-        for name, weight in module.named_parameters():
-            if name.endswith(("norm_q.weight", "norm_added_q.weight")):
-                weight.mul_(4)
-    return module
+    module = randomise(getattr(diffusers, kind)(**FLUX_SIZES | {"in_channels": 16} | changes), 3)
+    return sharpened(module, "context_embedder", 3)
 
 
 def t5_network(**changes: Any) -> Any:
