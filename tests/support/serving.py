@@ -54,7 +54,14 @@ def body_of(api: str, prompt: str = "x") -> dict[str, str]:
 def served(app: ASGIApp) -> Iterator[str]:
     """The address of ``app`` while it runs."""
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5, http="h11", ws="none"
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_level="error",
+        timeout_graceful_shutdown=5,
+        http="h11",
+        ws="none",
+        timeout_keep_alive=600,  # a client that waits a while must not meet a connection that closes
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

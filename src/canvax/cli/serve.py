@@ -428,7 +428,8 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
     import uvicorn
 
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_keep_alive=15, lifespan="off",
+        app, log_config=None, access_log=False, server_header=False, lifespan="off",
+        timeout_keep_alive=75,  # longer than a load balancer's usual 60 s, or it sends to a connection that closes
         timeout_graceful_shutdown=5, http="h11", ws="none",  # whatever else is installed: it is what the tests attack
     )  # fmt: skip
     server = uvicorn.Server(config)
