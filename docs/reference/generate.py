@@ -240,7 +240,7 @@ def _named(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
-        default = f"; `{field['default']}`" if field.get("default") else ""
+        default = f"; default `{field['default']}`" if field.get("default") else ""
         yield f"`{name}`", _kind(field, schemas) + ("; required" if name in required else default)
 
 
