@@ -394,7 +394,7 @@ TASKS: Mapping[str, Task] = {
     "textual-inversion": Task(
         "teach a model a new word",
         "Train only the vectors of a new word, on a few images of its meaning.",
-        "images of its meaning; captions are not read", "the word is learned_embeds.safetensors",
+        "images of the word's meaning; captions are not read", "the word is learned_embeds.safetensors",
         (InversionRecord, WordCaptions), {"steps": 5000, "learning_rate": 5e-4}, captioned=False,
         without=("quantize", *_SETS),
     ),
