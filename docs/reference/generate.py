@@ -92,8 +92,10 @@ def _shared(commands: Mapping[str, Mapping[str, list[Row]]]) -> dict[str, list[R
                 having.setdefault(row, []).append((name, title))
     shared: dict[str, dict[str, Row]] = {}
     for row, places in sorted(having.items(), key=lambda item: -len(item[1])):
-        trains = all(name.startswith("train ") for name, _ in places)
-        title = "training" if trains else next((title for _, title in places if title not in _UNTITLED), "")
+        names = {name for name, _ in places}
+        title = next((title for _, title in places if title not in _UNTITLED), "")
+        if all(name.startswith("train ") for name in names):
+            title = "training a LoRA" if names == {"train lora", "train dreambooth"} else "training"
         if len(places) > 1 and title:
             shared.setdefault(title, {}).setdefault(_name(row), row)
     order = list(having)
