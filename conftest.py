@@ -42,6 +42,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from canvax.weights.location import BUNDLED
 from tests.support.bundled import PACKAGED
+from tests.support.memory import forget_programs
 from tests.support.random_numbers import begin_anew
 
 gc.set_threshold(200_000, 20, 100)  # else a third of the time in which all modules are imported
@@ -146,8 +147,7 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     jax.config.update("jax_disable_most_optimizations", False)
     use_folder(folder)
-    jax.clear_caches()
-    gc.collect()
+    forget_programs()
 
 
 @cache

@@ -5,7 +5,6 @@ A record of ``RECORDS`` says how a model is made and what is its own; the tests 
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import shutil
@@ -46,6 +45,7 @@ from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.single_file import CLIP
 from canvax.weights.wan_vae import wan_vae_rules
 from tests.support.ldm_files import ldm_vae
+from tests.support.memory import forget_programs
 
 from .reference import nchw, randomise
 
@@ -1280,8 +1280,7 @@ def one_family(make: Callable[[str], Any]) -> Callable[[str], Any]:
 
     @lru_cache(1)
     def made(name: str) -> Any:
-        jax.clear_caches()
-        gc.collect()
+        forget_programs()
         return make(name)
 
     return made
