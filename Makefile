@@ -71,12 +71,13 @@ fuzz: .venv/test-$(REFERENCE)
 # What a new Python or JAX breaks first: the command line in a process, kernels, sharding, stored programs, several
 # processes in one run. .github/workflows runs all ordinary tests on that Python for each change, and with JAX of the
 # night each week.
-NEW := cache cli_process devices kernels sampler_programs
+NEW := cache.py cli_process.py sampler_programs.py kernels.py::test_flash_attention devices.py::test_same_picture \
+	devices.py::test_no_collective_over_data
 NEWEST_PYTHON := REFERENCE=no .venv-newest/bin/python
 test-newest:
 	$(if $(NEWEST),$(MAKE) .venv-newest/test,@echo "no python3.13 here: not tested with the newest Python and JAX")
-	$(if $(NEWEST),$(NEWEST_PYTHON) $(PYTEST) $(NEW:%=tests/test_%.py))
-	$(if $(NEWEST),$(NEWEST_PYTHON) -m pytest tests/test_multihost.py -m "slow and not weekly")
+	$(if $(NEWEST),$(NEWEST_PYTHON) $(PYTEST) $(NEW:%=tests/test_%))
+	$(if $(NEWEST),$(NEWEST_PYTHON) -m pytest tests/test_multihost.py -m "slow and not weekly" -k two_processes)
 
 # libtpu needs no TPU to compile for one. In an environment of its own, so that no other test finds it.
 test-tpu: .venv-tpu/test

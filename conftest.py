@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 AS_FOR_USERS = {"test_cli_process", "test_golden"}
 """Modules, in tests/parity too, whose programs and those of the processes they start are compiled as users' are."""
 
-AS_FOR_USERS_BEFORE_A_MERGE = {"test_batch", "test_kernels"}
+AS_FOR_USERS_BEFORE_A_MERGE = {"test_kernels"}
 """Modules of which this holds in a run with slow tests."""
 
 OWN_CACHES = {"test_bench", "test_cache"}
