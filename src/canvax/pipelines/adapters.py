@@ -486,7 +486,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """Return the name of the adapter that a prompt means; load it if necessary."""
         if tag not in self._loaded:
             assert self._folder is not None
-            self.load(tag, file_of(self._folder, tag), 0.0)
+            loaded = self.load(tag, file_of(self._folder, tag), 0.0)
+            if usage := ", ".join(f"{name}={value!r}" for name, value in loaded.suggested.items()):
+                warn(HintWarning("prompt", f"names <lora:{tag}>, which was made for {usage}"))
         return tag
 
     def _recipe(self) -> list[tuple[Any, ...]]:
