@@ -165,6 +165,20 @@ def test_the_file_of_a_folder_is_recorded(sd: canvax.Pipeline, loras: Path) -> N
     assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_prompt_that_names_a_few_step_adapter(beside: bool, sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
+    """A hint has the settings that it was made for, when it is loaded."""
+    (tmp_path / "ink-lcm.safetensors").write_bytes((loras / "ink.safetensors").read_bytes())
+    sd.adapters.folder = tmp_path
+    if beside:
+        sd.adapters.beside(rank=8)
+    with pytest.warns(HintWarning, match="num_inference_steps=4") as seen:
+        sd(["a cat <lora:ink-lcm>", "a dog <lora:ink-lcm>"], **STEPS)
+        sd("a cat <lora:ink-lcm>", **STEPS)
+    assert len([one for one in seen if "num_inference_steps=4" in str(one.message)]) == 1
+    sd.adapters.beside(None)
+
+
 def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.Pipeline, loras: Path) -> None:
     sd.adapters.folder = loras
     sd.adapters.load("clay", loras / "clay.safetensors", 0.0)

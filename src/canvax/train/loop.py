@@ -154,7 +154,7 @@ def fit(
 
         session = replace(session, log=with_rate)
     state, finished = advance(state, steps, session)
-    return result_of(state), finished
+    return result_of(state, session.mesh), finished
 
 
 def _steps_in(plan: Plan, trial: Callable[[Session], Any], session: Session, chunk: int) -> int:

@@ -73,7 +73,7 @@ class Session:
         preview_steps: steps between previews, instead of ``preview_every``.
         watch: former name of ``log``; called with the step and the values.
         fsdp: ``fit`` also splits the trained parameters, their average and the optimizer's state over ``data``.
-            Callbacks get whole parameters, with several processes on the host.
+            With several processes callbacks get whole parameters.
         lighter: called if the compiled step does not fit into the devices' free memory; the step, then compiled again,
             must need less from now on. A resumed run calls it at once if the run had called it.
         log: called with the step, values and images: after each chunk with the means of the logged values and
@@ -300,7 +300,7 @@ def run_steps(
     if not done:
         saved -= max(session.save_every - FIRST_STATE, 0)
     if session.save and session.saves(done, steps):
-        session.save(done, result_of(state))
+        session.save(done, result_of(state, mesh))
     kept["total"] = steps
     with _Writer(path if writes else None, kept) as writer, _signals() as signals:
         while done < steps:
@@ -336,9 +336,9 @@ def run_steps(
                 writer.write(state, done, wait=last or saves)
                 saved = now
             if session.save and saves:
-                session.save(done, result_of(state))
+                session.save(done, result_of(state, mesh))
             if session.preview and (done >= steps or preview):
-                seen = session.preview(done, result_of(state)) or {}
+                seen = session.preview(done, result_of(state, mesh)) or {}
                 numbers = {name: float(value) for name, value in seen.items() if np.ndim(value) == 0}
                 images: dict[str, Any] = {name: image for name, image in seen.items() if name not in numbers}
                 for part in ((numbers, {}), ({}, images)):
@@ -351,11 +351,11 @@ def run_steps(
     return state, done >= steps
 
 
-def result_of(state: Any) -> Any:
-    """Return ``averaged(state)``, on the host if a part of the state is split over processes."""
+def result_of(state: Any, mesh: Mesh) -> Any:
+    """Return ``averaged(state)``; what is split over processes is gathered on each device, as in a step."""
     if not any(map(is_split, jax.tree.leaves(state))):
         return averaged(state)
-    return on_host(jax.jit(averaged)(state))
+    return jax.jit(averaged, out_shardings=replicated(mesh))(state)
 
 
 class _Writer:

@@ -400,7 +400,7 @@ def train(
     def save(path: Path, trained: Params) -> None:
         with fail_together("saving") if is_spread(mesh) else nullcontext():
             if is_main_process(mesh) and not path.exists():  # a resumed run has the same weights at the same step
-                steps = {"ss_steps": str(read_facts(state)["done"])}
+                steps = {"ss_steps": str(read_facts(state).get("done", plan.steps))}
                 aim.save(path, model, params, trained, replace(training, facts={**facts, **steps}))
 
     session = Session(
