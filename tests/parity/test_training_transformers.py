@@ -676,6 +676,7 @@ def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_pat
         "gamma": lambda: train_lora(replace(run, gamma=5.0), Lora(), one_device()),
         "noise_offset": lambda: train_lora(replace(run, noise_offset=0.1), Lora(), one_device()),
         "shuffle_captions": lambda: train_lora(replace(run, shuffle_captions=True), Lora(), one_device()),
+        "tag_dropout": lambda: train_lora(replace(run, tag_dropout=0.1), Lora(), one_device()),
         "names": lambda: train_lora(run, Lora(names="kohya"), one_device()),
         "text": lambda: train_lora(run, Lora(text=True), one_device()),
         "dora": lambda: train_lora(run, Lora(dora=True), one_device()),

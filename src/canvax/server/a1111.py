@@ -443,8 +443,11 @@ class _Session:
 
     async def adapters(self, request: Request) -> Response:
         cards = await reading(self.engine.adapters, self.card(client_of(request)).id)
-        listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
-        return json_answer(listed)
+        return json_answer([
+            {"name": card.name, "alias": card.alias, "path": card.file, "suggested": card.suggested}
+            | {"metadata": {key: _table_in(text) for key, text in card.metadata.items()}}
+            for card in cards
+        ])  # fmt: skip
 
     async def refresh(self, kind: Literal["adapters", "embeddings"], request: Request) -> Response:
         await reading(partial(getattr(self.engine, kind), self.card(client_of(request)).id, refresh=True))
@@ -544,6 +547,14 @@ def _is_called(card: ModelCard, wanted: list[str]) -> bool:
     parts = _parts(card.file or card.id)
     shorter = min(len(parts), len(wanted))
     return wanted == _parts(card.id) or wanted[-shorter:] == parts[-shorter:]
+
+
+def _table_in(text: str) -> Any:
+    """Return a text of metadata, or the table that it is in JSON."""
+    try:
+        return msgspec.json.decode(text) if text.startswith("{") else text
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def _described(card: ModelCard) -> dict[str, Any]:

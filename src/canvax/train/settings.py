@@ -168,8 +168,11 @@ class TrainingRecord:
         flags=("--shuffle-captions", "--shuffle-caption"),
     )  # fmt: skip
     keep_tokens: int = setting(
-        0, "first tags that stay where they are", low=0, high=10**4, error_without="shuffle_captions=True",
-        metavar="N",
+        0, "first tags that stay where they are", low=0, high=10**4, metavar="N",
+    )  # fmt: skip
+    tag_dropout: float = setting(
+        0.0, "share of a caption's tags left out in each step", low=0, high=1, cure="0.1 is usual", metavar="SHARE",
+        flags=("--tag-dropout", "--caption-tag-dropout-rate"),
     )  # fmt: skip
     noise_offset: float = setting(
         0.0, "share of noise that is constant in a channel; 0.05 is usual", low=0,
@@ -184,6 +187,9 @@ class TrainingRecord:
         error_without="regularisation='class'", flags=("--regularisation-weight", "--prior-loss-weight"),
     )  # fmt: skip
 
+
+TAGS = ("shuffle_captions", "tag_dropout", "keep_tokens")
+"""Settings that change the captions in each step."""
 
 MOST_RANK = 1024
 
