@@ -5,7 +5,7 @@
     JAX_PLATFORMS=cpu python benchmarks/plans.py bounds
 
 ``bounds`` compiles nothing: it counts the FLOPs of the denoiser and the decoder as written. The others need ``pip
-install '.[tpu]'`` or ``'.[cuda]'`` and no device. An SDXL plan takes some three minutes for a TPU on two cores, half of
+install ".[tpu]"`` or ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU on two cores, half of
 one for a GPU; what the same code has compiled before is not compiled again.
 """
 

@@ -2,7 +2,7 @@
 
 Diffusion-DPO (Wallace et al. 2023) needs no reward model and draws nothing during training: the model learns to denoise
 the preferred image of a pair better than the old model does, by more than the other image. Here the model draws the
-pairs, and the bluer image wins; a LoRA learns from them. It needs pip install '.[train]'.
+pairs, and the bluer image wins; a LoRA learns from them. It needs pip install ".[train]".
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 DiffusionNFT (Zheng et al. 2025) needs finished images and their rewards, no probabilities of steps, so any sampler
 draws them. The model learns to denoise images of much reward; its reflection in the old model learns those of little.
-Here a LoRA learns to draw in blue. It needs pip install '.[train]'.
+Here a LoRA learns to draw in blue. It needs pip install ".[train]".
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 A LoRA learns to draw what a function of the pixels likes, here blue. Each round draws a group of images, and makes
 the steps of those with more reward than the group's mean more likely: the policy gradient of DDPO (Black et al. 2023)
-with the advantages of GRPO (Liu et al. 2025, "Flow-GRPO"). It needs pip install '.[train]'.
+with the advantages of GRPO (Liu et al. 2025, "Flow-GRPO"). It needs pip install ".[train]".
 """
 
 import sys

@@ -158,7 +158,7 @@ def test_nothing_compiles_twice(worker: Worker, whole: dict[str, bytes], tmp_pat
     assert len(lines) == 7
 
 
-needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install '.[batch]'")
+needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason='needs pyarrow: pip install ".[batch]"')
 
 
 ODD = [
@@ -653,7 +653,7 @@ def test_without_pyarrow(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     file = write(tmp_path / "rows.jsonl", some_rows(1))
     for words in ([str(tmp_path / "rows.parquet")], [str(file), "--into", "parquet"]):
         assert main(["batch", *words, "-o", str(tmp_path / "out")]) == 2
-        assert "pip install '.[batch]'" in capsys.readouterr().err
+        assert 'pip install ".[batch]"' in capsys.readouterr().err
 
 
 def command(file: Path, folder: Path) -> list[str]:

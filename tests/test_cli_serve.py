@@ -150,11 +150,11 @@ def test_an_extra_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypatc
         with monkeypatch.context() as hidden:
             hidden.setitem(sys.modules, name, None)
             told = refused(capsys)
-            assert f"canvax serve needs {name}; install it from canvax's folder: pip install '.[serve]'" in told
+            assert f'canvax serve needs {name}; install it from canvax\'s folder: pip install ".[serve]"' in told
             assert main(["ui"]) == BAD_INPUT
             told = capsys.readouterr().err
         assert f"canvax ui needs {name}" in told
-        assert "'.[serve]'" in told
+        assert '".[serve]"' in told
 
 
 @pytest.mark.filterwarnings("default")

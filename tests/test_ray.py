@@ -20,7 +20,7 @@ from canvax.errors import InputError
 from canvax.scale.data import blocks_of
 
 ROOT = Path(__file__).parent.parent
-needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install '.[ray]'")
+needs_ray = pytest.mark.skipif(not find_spec("ray"), reason='needs Ray: pip install ".[ray]"')
 
 
 def alone(words: list[str], folder: Path = ROOT) -> Any:
@@ -113,7 +113,7 @@ def test_models_stay_where_they_are_in_memory() -> None:
     assert again == [first, second]
 
 
-@pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install '.[batch]'")
+@pytest.mark.skipif(not find_spec("pyarrow"), reason='needs pyarrow: pip install ".[batch]"')
 def test_generate_without_a_cluster(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``map_batches`` calls: all columns come back with images; errors and gaps do not change the types."""
     import numpy as np
@@ -139,7 +139,7 @@ def test_generate_without_a_cluster(emoji: canvax.Pipeline, monkeypatch: pytest.
     ]
 
 
-@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install '.[serve]'")
+@pytest.mark.skipif(not find_spec("starlette"), reason='needs the server: pip install ".[serve]"')
 def test_arguments_of_serve() -> None:
     """Texts, as ``serve run`` gives them, and plain values."""
     from canvax.scale.serve import ServeArgs
@@ -180,7 +180,7 @@ def test_a_dead_engine_fails_its_health_check() -> None:
             Images.check_health(replica(state))
 
 
-@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install '.[serve]'")
+@pytest.mark.skipif(not find_spec("starlette"), reason='needs the server: pip install ".[serve]"')
 @pytest.mark.parametrize(
     ("given", "held"),
     [({"tpus": "4"}, {"num_gpus": 0.0, "resources": {"TPU": 4.0}}), ({"gpus": "1"}, {"num_gpus": 1.0})],
@@ -254,4 +254,4 @@ def test_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     (tmp_path / "rows.txt").write_text("a cat\n")
     assert main(["batch", str(tmp_path / "rows.txt"), "-o", str(tmp_path / "out"), "--ray"]) == 2
-    assert "pip install '.[ray]'" in capsys.readouterr().err
+    assert 'pip install ".[ray]"' in capsys.readouterr().err

@@ -1054,7 +1054,7 @@ def test_tensorboard_is_looked_for_first(
     for words in (["lora"], ["dreambooth", "-p", "sks", "--class-prompt", "a"]):
         folders = ["--tensorboard", str(tmp_path / "board"), "-o", str(tmp_path / "run")]
         assert main(["train", words[0], str(pictures), *words[1:], *folders]) == 2
-        assert "pip install '.[tensorboard]'" in capsys.readouterr().err
+        assert 'pip install ".[tensorboard]"' in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -143,7 +143,7 @@ def probe(device: str) -> tuple[str, str, int | None]:
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        cure = "; pip install '.[cuda]'" if device == "gpu" else ""
+        cure = '; pip install ".[cuda]"' if device == "gpu" else ""
         raise InputError(f"--device {device}: JAX has no such device ({last[:200]}){cure}")
     platform, kind, memory = json.loads(done.stdout.splitlines()[-1])
     return platform, kind, memory

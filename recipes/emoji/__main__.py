@@ -29,7 +29,7 @@ from recipes.emoji.sheets import write_sheets
 
 DATA_HELP = """
 Fetches five npm packages with npm, from the registry that npm is configured for, renders the drawings and writes them
-with their captions and licences into one zip file. Needs npm and pip install '.[train]'.
+with their captions and licences into one zip file. Needs npm and pip install ".[train]".
 """
 TRAIN_HELP = """
 Stop it as you like: the same command goes on where the last state was written, with the same numbers.

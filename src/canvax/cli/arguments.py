@@ -186,7 +186,7 @@ def build_parser() -> Parser:
         "plan",
         help="estimate whether a model fits on a TPU or GPU, and its time (no device needed)",
         description="Compile a model for TPUs or GPUs that this machine does not have, and report memory, FLOPs and "
-        "collectives; for TPUs also the compiler's estimate of the time. Needs pip install '.[tpu]' or '.[cuda]'. "
+        "collectives; for TPUs also the compiler's estimate of the time. Needs pip install \".[tpu]\" or \".[cuda]\". "
         "Reads no weights.",
         epilog=_PLAN_EXAMPLES,
         formatter_class=plain,

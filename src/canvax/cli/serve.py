@@ -169,7 +169,7 @@ def _devices(mesh: Mesh) -> str:
     """Return a line about the devices; warn if they are CPUs next to an NVIDIA GPU."""
     kinds = Counter(device.device_kind for device in mesh.devices.flat)
     if mesh.devices.flat[0].platform == "cpu" and (_GPU.exists() or shutil.which("nvidia-smi")):
-        warn("this machine has an NVIDIA GPU, and JAX uses the CPU; check pip install '.[cuda]', the driver "
+        warn("this machine has an NVIDIA GPU, and JAX uses the CPU; check pip install \".[cuda]\", the driver "
              "(nvidia-smi) and the variable JAX_PLATFORMS")  # fmt: skip
     return f"devices: {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}"
 
@@ -238,7 +238,7 @@ def _check_extra(command: str) -> None:
         import starlette
         import uvicorn
     except ImportError as error:
-        cure = "install it from canvax's folder: pip install '.[serve]'"
+        cure = 'install it from canvax\'s folder: pip install ".[serve]"'
         raise InputError(f"canvax {command} needs {error.name}; {cure}") from None
     del msgspec, prometheus_client, python_multipart, starlette, uvicorn
 

@@ -82,7 +82,7 @@ def all_devices() -> list[Any]:
         reason = f" ({str(error).splitlines()[0][:200]})" if str(error) else ""
         raise InputError(
             f"JAX_PLATFORMS={asked}: JAX finds no such device here{reason}; unset it, or install what it needs: "
-            "pip install '.[cuda]' for NVIDIA GPUs, '.[tpu]' for TPUs"
+            'pip install ".[cuda]" for NVIDIA GPUs, ".[tpu]" for TPUs'
         ) from None
 
 

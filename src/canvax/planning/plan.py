@@ -199,7 +199,7 @@ def plan(
 ) -> Plan:
     """Compile a model for TPUs or GPUs that are not present, and report memory and time.
 
-    It needs libtpu (``pip install '.[tpu]'``) or JAX's CUDA plugin (``'.[cuda]'``), but no device and no weights. On
+    It needs libtpu (``pip install ".[tpu]"``) or JAX's CUDA plugin (``".[cuda]"``), but no device and no weights. On
     two cores a full SDXL takes some minutes for a TPU, and one minute for a GPU. Results are stored, so that the same
     program is not compiled again.
 

@@ -237,7 +237,7 @@ def ray_module() -> Any:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        cure = "install it from canvax's folder: pip install '.[ray]'"
+        cure = 'install it from canvax\'s folder: pip install ".[ray]"'
         raise InputError("ray", f"needs {error.name}", cure=cure) from None
     return ray
 

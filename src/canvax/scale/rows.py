@@ -277,7 +277,7 @@ def pyarrow(what: str, module: str = "") -> Any:
     try:
         return import_module(f"pyarrow.{module}" if module else "pyarrow")
     except ImportError:
-        raise InputError(f"{what} needs pyarrow; install it from canvax's folder: pip install '.[batch]'") from None
+        raise InputError(f'{what} needs pyarrow; install it from canvax\'s folder: pip install ".[batch]"') from None
 
 
 def _clean(name: str, value: Any) -> Any:

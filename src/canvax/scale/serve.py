@@ -195,7 +195,7 @@ def app(args: Mapping[str, Any]) -> Any:
     try:
         from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        cure = "install it from canvax's folder: pip install '.[ray]'"
+        cure = 'install it from canvax\'s folder: pip install ".[ray]"'
         raise InputError(f"canvax.scale.serve needs {error.name}; {cure}") from None
     serve: Any = ray_serve  # Ray's types do not know inherited methods
     wanted = ServeArgs.of(args)

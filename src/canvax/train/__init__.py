@@ -6,7 +6,7 @@
 ``pictures`` reads captioned images, ``encoding`` encodes them to latents, ``dataset`` makes batches of several shapes,
 ``objectives`` and ``diffusion`` contain the loss, ``step`` and ``session`` the training step and the loop around it,
 which can be killed and resumed at any time, ``loop`` both with a plan, and ``task`` trains from a checkpoint.
-``recipes/emoji`` trains the bundled model with the same parts. It needs ``pip install '.[train]'``. Names are imported
+``recipes/emoji`` trains the bundled model with the same parts. It needs ``pip install ".[train]"``. Names are imported
 when first used.
 """
 

@@ -144,7 +144,7 @@ def _writer() -> Any:
         return import_module("tensorboardX").SummaryWriter
     except ImportError as error:
         raise InputError(
-            f"writing for TensorBoard needs tensorboardX ({error}): pip install '.[tensorboard]'"
+            f'writing for TensorBoard needs tensorboardX ({error}): pip install ".[tensorboard]"'
         ) from None
 
 

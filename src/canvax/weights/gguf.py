@@ -158,7 +158,7 @@ def _quantized(path: Path, name: str, kind: int) -> tuple[np.dtype, Decode]:
     except ImportError:
         raise InputError(
             f"{path}: has quantized arrays, which the package gguf decodes; install it from canvax's folder: "
-            "pip install '.[gguf]'"
+            'pip install ".[gguf]"'
         ) from None
     if stored is None:
         raise CheckpointError(

@@ -267,7 +267,7 @@ def inspect(path: Path) -> FileReport | None:
     except CheckpointError:
         return FileReport(path, _unreadable(path))
     except InputError:
-        return FileReport(path, "a GGUF file, which needs pip install '.[gguf]'")
+        return FileReport(path, 'a GGUF file, which needs pip install ".[gguf]"')
     kind, family = identify(shapes), family_of(shapes, metadata)[0]
     if family in OTHERS.values() and kind is not LORA:
         return FileReport(path, "weights that canvax does not run", family)
