@@ -22,10 +22,15 @@ from canvax.call import (
 )
 from canvax.cli.adapters import add_adapters
 from canvax.cli.loading import add_load
+from canvax.cli.plan import parse_sides
 from canvax.errors import InputError
 from canvax.settings import add_flags
 
 OUTPUT = "out"
+
+BATCH = ("-b", "--batch-size", "--batch")
+
+SIZE = "width x height in pixels, for example 1024x768"
 
 
 class Once(argparse.Action):
@@ -35,6 +40,18 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) is not None:
             raise InputError(f"{option_string} is given twice; give it once")
         setattr(namespace, self.dest, values)
+
+
+class _Size(argparse.Action):
+    """``--size 1024x768`` for ``--width 1024 --height 768``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.width, namespace.height = parse_sides(option_string or "size", values)
+
+
+def add_size(group: Any) -> None:
+    """Add ``--size``, which sets both sides."""
+    group.add_argument("--size", action=_Size, default=argparse.SUPPRESS, metavar="WxH", help=SIZE)
 
 
 def add_report(group: Any, json: str = "print one JSON object", quiet: str = "no progress on stderr") -> None:
@@ -75,6 +92,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="rows: .jsonl, .csv, .parquet, or .txt with a prompt a line")
     group = parser.add_argument_group("settings of rows that lack them")
     add_flags(group, Call, names=("negative_prompt", "height", "width"))
+    add_size(group)
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="seed of rows without one, combined with their id"
     )
@@ -95,7 +113,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")
     group.add_argument("--retry-errors", action="store_true", help="generate rows again that failed in an earlier run")
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
+    group.add_argument(*BATCH, dest="batch_size", type=int, metavar="N", help="images at once (chosen from their size)")
     add_report(group, "print one JSON object: images, errors, images a second, ...")
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
@@ -120,6 +138,7 @@ def _subject(parser: argparse.ArgumentParser) -> None:
         "--from-image", metavar="PNG", help="take the settings from this image's metadata; flags override them"
     )
     add_flags(group, Call, group=SUBJECT)
+    add_size(group)
 
 
 def _add_groups(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -163,7 +182,7 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help=f"a folder, or NAME.png, .jpg or .webp for one image; with --grid, for the grid ({OUTPUT})",
     )
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
+    group.add_argument(*BATCH, dest="batch_size", type=int, metavar="N", help="images at once (chosen from their size)")
     group.add_argument("--preview", metavar="FILE", help="image file that shows the images while they are generated")
     group.add_argument("--grid", action="store_true", help="also write all images as one grid")
     add_report(group, "print one JSON object: files, seeds, timings, ...")
