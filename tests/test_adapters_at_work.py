@@ -21,6 +21,7 @@ from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.parallel.place import HOST
 from canvax.pipelines.adapter_files import file_of
+from canvax.weights.lora import adapter_info, suggested
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
 from tests.support.drawing import one_device
@@ -587,14 +588,43 @@ def test_info_of_adapters(loras: Path, tmp_path: Path, capsys: pytest.CaptureFix
                                          "guidance_scale": 5.0}),
         ("tcd-sdxl", {"sampler": "TCD", "eta": 0.3, "num_inference_steps": 4, "guidance_scale": 1.0}),
         ("ink_lightning", {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": 4, "guidance_scale": 1.0}),
-        ("Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16", {"sampler_settings": ["shift=3", "shift_terminal=0"],
-                                                             "num_inference_steps": 4, "guidance_scale": 1.0}),
-        ("Qwen-Image-Lightning-8steps-V2.0", {"sampler_settings": ["shift=3", "shift_terminal=0"],
-                                              "num_inference_steps": 8, "guidance_scale": 1.0}),
+        ("Hyper-SDXL-8steps-lora", {"sampler": "DDIM", "spacing": "trailing", "num_inference_steps": 8,
+                                    "guidance_scale": 1.0}),
+        ("lcm-lora-sdxl pytorch_lora_weights", {"sampler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}),
+        ("dmd2_sdxl_4step_lora_fp16", {"sampler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}),
         ("ink", {}),
     ],
 )  # fmt: skip
 def test_suggestions(name: str, wanted: dict[str, Any]) -> None:
-    from canvax.weights.lora import suggested
+    assert suggested(name, {}, unet=True) == wanted
 
-    assert suggested(name, {}) == wanted
+
+LIGHTNING = {"sampler_settings": ["shift=3", "shift_terminal=0"], "guidance_scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16", {**LIGHTNING, "num_inference_steps": 4}),
+        ("Qwen-Image-Lightning-8steps-V2.0", {**LIGHTNING, "num_inference_steps": 8}),
+        ("Hyper-FLUX.1-dev-8steps-lora", {"num_inference_steps": 8}),
+        ("Hyper-FLUX.1-dev-16steps-lora", {"num_inference_steps": 16}),
+        ("FLUX.1-Turbo-Alpha diffusion_pytorch_model", {"num_inference_steps": 8}),
+        ("flux-lcm", {"num_inference_steps": 4}),
+        ("ink", {}),
+    ],
+)
+def test_suggestions_for_transformers(name: str, wanted: dict[str, Any]) -> None:
+    """They keep their sampler and guidance scale: DDIM, LCM and TCD are not for flows."""
+    assert suggested(name, {}, unet=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("layer", "sampler"),
+    [("transformer.single_transformer_blocks.0.attn.to_q", None), ("unet.down_blocks.0.attentions.0.proj_in", "DDIM")],
+)
+def test_a_file_suggests_what_its_model_can_use(layer: str, sampler: str | None, tmp_path: Path) -> None:
+    arrays = {f"{layer}.lora_A.weight": Draw()(2, 8), f"{layer}.lora_B.weight": Draw()(8, 2)}
+    info = adapter_info(write(tmp_path / "Hyper-8steps-lora.safetensors", arrays))
+    assert info["suggested"].get("sampler") == sampler
+    assert [*info["parts"]] == ["UNet: LoRA" if sampler else "transformer: LoRA"]

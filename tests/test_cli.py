@@ -637,6 +637,18 @@ def test_every_flag_of_the_model_reaches_load(run: Run, monkeypatch: pytest.Monk
     assert keywords_of_load(run, monkeypatch, *call, *words) == ("someone/model", given)
 
 
+@pytest.mark.parametrize("command", ["compile", "bench", "plan", "generate", "sheet", "batch"])
+def test_commands_spell_the_model_size_and_batch_alike(command: str) -> None:
+    rest = {"plan": ["--target", "gpu-l4"], "batch": ["rows.jsonl", "-o", "images"]}.get(command, [])
+    arguments = parse([command, *rest, "-m", "owner/name", "--batch", "2", "--size", "128x64"])
+    assert arguments.model == "owner/name"
+    assert 2 in (vars(arguments).get("batch"), vars(arguments).get("batch_size")) or arguments.batch == [2]
+    assert arguments.size == ["128x64"] if command == "compile" else (arguments.width, arguments.height) == (128, 64)
+    if command in ("compile", "bench", "plan"):
+        assert parse([command, "sdxl", *rest]).model == "sdxl"
+        assert parse([command, *rest]).model == "emoji"
+
+
 @pytest.mark.parametrize("command", ["compile", "bench", "plan", "info"])
 def test_sizes_and_batches_have_the_same_flags_everywhere(command: str) -> None:
     words = [command, "emoji", *(["--target", "gpu-l4"] if command == "plan" else [])]

@@ -31,7 +31,7 @@ from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Stat
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
-from canvax.server.work import Stage, byte_size, check, sample
+from canvax.server.work import Item, Stage, byte_size, check, sample
 from tests.support.drawing import small_emoji
 from tests.support.serving import until
 
@@ -795,7 +795,8 @@ def test_compiling_on_demand_is_bounded(engine: ImageEngine, monkeypatch: pytest
     built: list[tuple[str, int]] = []
     going, running = threading.Event(), threading.Semaphore(1)
 
-    def build(key: Any) -> Any:
+    def build(key: Any, *, image: bool) -> Any:
+        assert not image
         alone = running.acquire(blocking=False)
         built.append((key.size, alone))
         going.wait(60)
@@ -818,6 +819,45 @@ def test_compiling_on_demand_is_bounded(engine: ImageEngine, monkeypatch: pytest
     until(lambda: all(job.status.over for job in jobs))
     assert built == [("72x64", True), ("88x64", True), ("96x64", True)]
     assert jobs[2].error == ("server_error", "not today")
+
+
+def test_the_encoder_of_images_is_compiled_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On demand; another client does not wait for that, and a fault of the compiler fails it alone."""
+    image, plain = Image.new("RGB", (64, 64), "red"), JobRequest("a red apple", steps=2, client="another")
+    engine, compiled = started(compile_on_demand=True, warm=(Warm(None, (1,)),)), Group.compile_encoder
+    going, faults = threading.Event(), [canvax.CheckpointError("not today")]
+
+    def compile_encoder(group: Group, *arguments: Any) -> None:
+        going.wait(60)
+        if faults:
+            raise faults.pop()
+        compiled(group, *arguments)
+
+    monkeypatch.setattr(Group, "compile_encoder", compile_encoder)
+    (group,) = engine._models.groups()
+    begins = JobRequest("a red apple", steps=4, image=image, strength=0.5, seed=1)
+    assert engine._models.group(group).lacks(checked_item(engine, begins))
+    waits = engine.submit(begins)
+    until(lambda: "compiling" in waits.waits_for)
+    other = engine.submit(plain)
+    until(lambda: other.status is Status.DONE)
+    assert (waits.status, other.waits_for) == (Status.QUEUED, "")
+    going.set()
+    until(lambda: waits.status.over)
+    assert waits.error == ("server_error", "not today")
+    done = engine.submit(begins)
+    until(lambda: done.status is Status.DONE)
+    want = PIPE("a red apple", num_inference_steps=4, image=image, strength=0.5, seed=1, options=QUIET).pixels[0]
+    got = np.asarray(Image.open(io.BytesIO(done.pictures[0].data or b"")), np.float32) / 255
+    assert np.abs(got - want).max() < 0.01
+    assert len(engine._models.groups()) == 1
+    engine.close()
+
+
+def checked_item(engine: ImageEngine, job_request: JobRequest) -> Item:
+    _, checked = engine._models.check(job_request)
+    job = checked.job(job_request, lambda job: None)
+    return checked.item(job, job.pictures[0])
 
 
 def test_without_its_model_it_says_why() -> None:

@@ -26,6 +26,7 @@ import tokenizers
 import torch
 import transformers
 from diffusers.models.transformers import transformer_cosmos
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -403,8 +404,8 @@ def build_qwen_1(folder: Path, *, released: bool = False) -> Path:
     return folder
 
 
-def build_qwen_edit(folder: Path, *, released: bool = False) -> Path:
-    """Likewise, of Qwen-Image-Edit, without the processor of images."""
+def build_qwen_edit(folder: Path, *, released: bool = False, first: bool = False) -> Path:
+    """Likewise, of Qwen-Image-Edit 2511 or the ``first``, without the processor of images."""
     build_qwen_1(folder, released=released)
     words = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     pieces = re.findall(r"<\|\w+\|>|'s|\),| ?\w+| ?\(|\n|[,.]", EDIT_TEMPLATE.partition("{}")[0])
@@ -427,10 +428,10 @@ def build_qwen_edit(folder: Path, *, released: bool = False) -> Path:
     with torch.no_grad():
         for block in transformer.transformer_blocks:  # text must matter beside the rows of images
             block.attn.add_v_proj.weight.mul_(4)
-    transformer.register_to_config(zero_cond_t=True)
+    transformer.register_to_config(zero_cond_t=not first)
     transformer.save_pretrained(folder / "transformer")
-    path, index = folder / "model_index.json", {"_class_name": "QwenImageEditPlusPipeline"}
-    index |= {"processor": ["transformers", "Qwen2VLProcessor"]}
+    path, name = folder / "model_index.json", "QwenImageEditPipeline" if first else "QwenImageEditPlusPipeline"
+    index: dict[str, Any] = {"_class_name": name, "processor": ["transformers", "Qwen2VLProcessor"]}
     path.write_text(json.dumps(json.loads(path.read_text()) | index))
     return folder
 
@@ -639,7 +640,8 @@ class _EditProcessor(transformers.ProcessorMixin):
 def _open_qwen_edit(folder: Path) -> Any:
     """The pipeline with positions of images: with transformers 5 diffusers forgets them (its issue 14194)."""
     processor = _EditProcessor(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
-    pipe = diffusers.QwenImageEditPlusPipeline.from_pretrained(folder, processor=processor)
+    name = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    pipe = getattr(diffusers, name).from_pretrained(folder, processor=processor)
     forward, token = pipe.text_encoder.forward, pipe.text_encoder.config.image_token_id
 
     def placed(input_ids: Any, **keywords: Any) -> Any:
@@ -656,12 +658,15 @@ EDIT_PIXELS = {"CONDITION_IMAGE_SIZE": 224 * 224, "VAE_IMAGE_SIZE": 128 * 128}
 def _qwen_edit(pipe: Any, prompts: Sequence[str], latents: Any, keywords: dict[str, Any]) -> np.ndarray:
     """One image at a time, of one reference if none is given: the reference takes one prompt and needs an image."""
     scale, negatives, images = keywords.pop("guidance_scale", 4.0), keywords.pop("negative_prompt", None), []
+    several = isinstance(pipe, diffusers.QwenImageEditPlusPipeline)
+    area, size_of = EDIT_PIXELS["VAE_IMAGE_SIZE"], pipeline_qwenimage_edit.calculate_dimensions
     with pytest.MonkeyPatch.context() as patch:
         for name, pixels in EDIT_PIXELS.items():
             patch.setattr(f"diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.{name}", pixels)
+        patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: size_of(area, ratio))
         for i, prompt in enumerate(prompts):
             given = {"image": ONE, **keywords, "negative_prompt": negatives[i] if negatives else " "}
-            given["true_cfg_scale"] = scale
+            given |= {"true_cfg_scale": scale, "image": given["image"] if several else given["image"][0]}
             images.append(pipe(prompt=prompt, latents=latents[i : i + 1], **given).images[0])
     return np.stack(images)
 
@@ -1209,6 +1214,10 @@ RECORDS = {
     "qwen-edit": _qwen_1_record(
         build=build_qwen_edit, open=_open_qwen_edit, ask=_qwen_edit, steps=(40, 4.0),
         files=("qwen_image_edit_2511_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
+    ),
+    "qwen-edit-first": _qwen_1_record(
+        build=build_qwen_edit, open=_open_qwen_edit, ask=_qwen_edit, steps=(50, 4.0), how={"first": True},
+        files=("qwen_image_edit_bf16", "qwen_2.5_vl_7b", "qwen_image_vae"),
     ),
     "qwen-turbo": _qwen(steps=(4, 1.0), how={"sample_sigmas": TURBO_TIMES}, distilled=True),
 }  # fmt: skip

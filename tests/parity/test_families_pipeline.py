@@ -50,6 +50,7 @@ from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import check, sample
 from canvax.weights.lora import read_adapter
+from tests.support import serving
 from tests.support.serving import held, until
 
 from .families import (
@@ -435,6 +436,31 @@ def test_requests_to_a_server(
         assert max(seated) == together
     finally:
         engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::canvax.tokenizers.clip.TruncationWarning")  # of FLUX.1's pooled text
+@over(slow=["flux2", "flux-kontext", "qwen", "qwen-edit"])
+def test_edits_over_http(model: Model) -> None:
+    """OpenAI's way and canvax's, of one image and of two, whose calls give the same; longer prompts than a chunk."""
+    settings = EngineSettings(warm=(Warm((WIDTH, HEIGHT), (1,)),), references=2)
+    fitted = [ImageOps.fit(image, (WIDTH, HEIGHT), Image.Resampling.LANCZOS) for image in TWO]
+    encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer
+    prompts = ("a fox " * i for i in range(1, 200))
+    prompt = next(text for text in prompts if encoder.count(words, text, ONE) > 128 or len(text) > 600)
+    asked = {"num_inference_steps": 2, "seed": 5, "options": QUIET, **SMALL}
+    usual = {"prompt": prompt, "steps": 2, "seed": 5}
+    with serving.asked(settings, load=lambda name, **_: model.loaded()) as (client, engine):
+        for images in TWO[:1], TWO:
+            want = model.ours(prompt, image=fitted[: len(images)], **asked).pixels[0]
+            files = [("image[]", (f"{i}.png", serving.as_png(image))) for i, image in enumerate(images)]
+            answer = client.post("/v1/images/edits", data={**usual, "size": f"{WIDTH}x{HEIGHT}"}, files=files)
+            assert answer.status_code == 200, answer.text
+            got = serving.opened(answer.json()["data"][0]["b64_json"])
+            assert_near(np.asarray(got, np.float32) / 255, want, 45, of=f"the call with {len(images)} images")
+            sent = [serving.b64(image) for image in images]
+            body = {**usual, "width": WIDTH, "height": HEIGHT, "image": sent[0], "references": sent[1:]}
+            assert_near(serving.by_job(client, body)[0] / 255, want, 45, of=f"the call with {len(images)} images")
+        assert engine.models()[0].references == 2
 
 
 # What Z-Image alone has.

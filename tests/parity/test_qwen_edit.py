@@ -23,12 +23,14 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import canvax
 from canvax.call import Call
+from canvax.compile.additions import ReadsReferences
 from canvax.families.known import PRESETS
 from canvax.families.qwen_image_1 import QWEN_IMAGE_1
 from canvax.models.decoder_lm import DecoderConfig
 from canvax.models.qwen25_vision import PICTURE, WindowedConfig, windowed_tower, windowed_tower_spec
 from canvax.models.qwen_vision import PAD, SeeingLanguageModel, _patches
 from canvax.pipelines.request import make_request
+from canvax.server.models import Announcer, EngineSettings, ModelSet, ServedModel, Warm
 from canvax.weights.language_model import vision_config
 
 from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, arrays_of, half_mask, load, picture, write
@@ -227,6 +229,33 @@ def test_references_at_the_time_of_the_image(model: Model, tmp_path: Path) -> No
     assert psnr(model.draw(**asked, **model.small).pixels, want) < 50
 
 
+def test_the_first_edit(model: Model, tmp_path: Path) -> None:
+    """It has one reference, which is seen in the size in which the transformer reads it."""
+    first = Model("qwen-edit-first", tmp_path / "model")
+    asked: dict[str, Any] = {"num_inference_steps": 3, "guidance_scale": 3.0, "image": ONE}
+    asked["negative_prompt"] = ["blurry", "a lighthouse"]
+    want = first.reference(**asked)
+    assert psnr(first.draw(**asked, **first.small).pixels, want) > 60
+    path = first.folder / "model_index.json"
+    path.write_text(path.read_text().replace("QwenImageEditPipeline", "QwenImageEditPlusPipeline"))
+    assert psnr(first.draw(load(first.folder), **asked, **first.small).pixels, want) < 40
+    with pytest.raises(canvax.InputError) as caught:
+        first.draw(**{**asked, "image": TWO})
+    assert caught.value.argument == "image"
+
+
+@pytest.mark.parametrize(("on_demand", "lengths"), [(False, {128, 256}), (True, {128})])
+def test_lengths_of_a_server(model: Model, monkeypatch: pytest.MonkeyPatch, on_demand: bool, lengths: set[int]) -> None:
+    """Prompts of two chunks are made ready by default, with references and without."""
+    served = ServedModel("edit", lambda name, **_: model.loaded(), weights=False)
+    monkeypatch.setattr(ServedModel, "build", lambda served, key, *_, **__: key)
+    settings = EngineSettings(warm=(Warm((80, 48)),), compile_on_demand=on_demand)
+    set_ = ModelSet(["edit"], model.loaded, settings, print, Announcer(print, lambda _: None, lambda: None))
+    keys: list[Any] = [key for _, key in set_._groups(served, image=True)]
+    made = [(key.kinds.lengths[0], key.kinds.of(ReadsReferences) is not None) for key in keys]
+    assert sorted(made) == sorted((length, reads) for length in lengths for reads in (False, True))
+
+
 def test_edited_images_are_the_same_alone_and_in_a_batch(model: Model) -> None:
     """Also beside a prompt of another length; what is made ahead is used."""
     model.ours.compile(*model.record.size, 2, references=[(image.height, image.width) for image in TWO], progress=False)
@@ -277,12 +306,14 @@ def test_files_of_edit(files: Files, tmp_path: Path) -> None:
     """The name or an array of a file says which model it is; a text encoder without a tower does not see."""
     assert files.load().model.networks == files.wanted.model.networks
     mark = {"__index_timestep_zero__": np.zeros(0, np.float32)}
-    for name, more, edits, zero in (
-        ("qwen_image_edit_2509_bf16", {}, True, False), ("another", mark, True, True), ("another", {}, False, False),
+    for name, more, most, zero in (
+        ("qwen_image_edit_2509_bf16", {}, 10, False), ("Qwen_Image_Edit-Q8_0", {}, 1, False),
+        ("another", mark, 10, True), ("another", {}, 0, False),
     ):  # fmt: skip
         path = write(tmp_path / f"{name}.safetensors", files.arrays() | more)
         networks = files.load(path).model.networks
-        assert (networks.denoiser.facts.edits, networks.config.zero_cond_t) == (edits, zero), name
+        facts = networks.denoiser.facts
+        assert (facts.edits and facts.most_references, networks.config.zero_cond_t) == (most, zero), name
     pipe = files.load(text_encoder=blind(files, tmp_path))
     assert not pipe.model.networks.denoiser.facts.edits
     assert make_request(pipe.model, Call("a fox", image=picture())).references is None

@@ -12,10 +12,19 @@ from typing import Any, NoReturn
 
 from canvax._version import __version__
 from canvax.call import Call
-from canvax.cli.generate_arguments import Once, add_batch, add_control, add_generate, add_report, add_upscale
+from canvax.cli.generate_arguments import (
+    BATCH,
+    SIZE,
+    Once,
+    add_batch,
+    add_control,
+    add_generate,
+    add_report,
+    add_size,
+    add_upscale,
+)
 from canvax.cli.loading import add_load, add_networks
 from canvax.cli.parser import Parser, writer
-from canvax.cli.plan import parse_sides
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
@@ -58,6 +67,7 @@ examples:
   canvax plan sdxl --target tpu-v5e:2x2 --steps 20            one 1024 x 1024 image on each of four chips
   canvax plan sd15 --target tpu-v4:2x2x1 --batch 16 --size 768x512
   canvax plan sdxl --target gpu-l4                             does it fit into JAX's part of 24 GB?
+  canvax plan qwen-image-edit-2511 --target tpu-v6e:2x2 --quantize int8 --references 2
   canvax plan ./my-model --target tpu-v6e:2x4 --json
 """
 _BENCH_EXAMPLES = """
@@ -278,30 +288,25 @@ def _references(group: Any) -> None:
     )
 
 
-class _Size(argparse.Action):
-    """``--size 1024x768`` for ``--width 1024 --height 768``."""
+def _model(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add the name of the model, with its flag of other commands."""
+    parser.add_argument("-m", "--model", default="emoji", metavar="MODEL", help="the same as MODEL")
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.width, namespace.height = parse_sides(option_string or "size", values)
 
-
-def _size(group: Any, *, several: bool = False) -> None:
+def _size(group: Any) -> None:
     add_flags(group, Call, names=("width", "height"))
-    words = "width x height, such as 1024x768"
-    if several:
-        group.add_argument("--size", nargs="+", metavar="WxH", help=f"{words}; one or more")
-    else:
-        group.add_argument("--size", action=_Size, default=argparse.SUPPRESS, metavar="WxH", help=words)
+    add_size(group)
 
 
 def _batch(group: Any, default: Any, help: str, **keywords: Any) -> None:
-    flags = ("-b", "--batch-size", "--batch")
-    group.add_argument(*flags, dest="batch", type=int, default=default, metavar="N", help=help, **keywords)
+    group.add_argument(*BATCH, dest="batch", type=int, default=default, metavar="N", help=help, **keywords)
 
 
 def _compile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
-    _size(parser, several=True)
+    _model(parser, "emoji (the default), a folder, or a Hub id owner/name")
+    add_flags(parser, Call, names=("width", "height"))
+    parser.add_argument("--size", nargs="+", metavar="WxH", help=f"{SIZE}; one or more")
     _batch(parser, [1], "images at once (1)", nargs="+")
     parser.add_argument("--no-guidance", action="store_true", help="for images without guidance")
     parser.add_argument(
@@ -362,12 +367,11 @@ def _memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="sd14, sd15, sd21, sdxl, sdxl-refiner, z-image, flux1-dev, flux1-schnell, chroma1, flux2-klein-4b, "
-        "flux3-klein, flux3-klein-base, krea-2, qwen-image, qwen-image-edit-2511, qwen-image-2.1, anima, emoji, "
-        "a folder, or a Hub id",
+    _model(
+        parser,
+        "sd14, sd15, sd21, sdxl, sdxl-refiner, z-image, flux1-dev, flux1-schnell, chroma1, flux2-klein-4b, "
+        "flux3-klein, flux3-klein-base, krea-2, qwen-image, qwen-image-edit-2511, qwen-image-2.1, anima, "
+        "emoji (the default), a folder, or a Hub id",
     )
     parser.add_argument(
         "--target", required=True, metavar="CHIPS", help="TPUs or GPUs: tpu-v5e:2x2, gpu-h100:8; a wrong name lists "
@@ -389,7 +393,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
+    _model(parser, "emoji (the default), a folder, or a Hub id")
     _size(parser)
     _batch(parser, 1, "images at once (1)")
     add_flags(parser, Call, names=("num_inference_steps",))

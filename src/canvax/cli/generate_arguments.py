@@ -22,10 +22,15 @@ from canvax.call import (
 )
 from canvax.cli.adapters import add_adapters
 from canvax.cli.loading import add_load
+from canvax.cli.plan import parse_sides
 from canvax.errors import InputError
 from canvax.settings import add_flags
 
 OUTPUT = "out"
+
+BATCH = ("-b", "--batch-size", "--batch")
+
+SIZE = "width x height in pixels, for example 1024x768"
 
 
 class Once(argparse.Action):
@@ -35,6 +40,18 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) is not None:
             raise InputError(f"{option_string} is given twice; give it once")
         setattr(namespace, self.dest, values)
+
+
+class _Size(argparse.Action):
+    """``--size 1024x768`` for ``--width 1024 --height 768``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.width, namespace.height = parse_sides(option_string or "size", values)
+
+
+def add_size(group: Any) -> None:
+    """Add ``--size``, which sets both sides."""
+    group.add_argument("--size", action=_Size, default=argparse.SUPPRESS, metavar="WxH", help=SIZE)
 
 
 def add_report(group: Any, json: str = "print one JSON object", quiet: str = "no progress on stderr") -> None:
@@ -75,6 +92,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=".jsonl, .csv, .parquet, or .txt with a prompt a line")
     group = parser.add_argument_group("settings of rows that lack them")
     add_flags(group, Call, names=("negative_prompt", "height", "width"))
+    add_size(group)
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="seed of rows without one, combined with their id"
     )
@@ -95,7 +113,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")
     group.add_argument("--retry-errors", action="store_true", help="generate failed rows again")
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
+    group.add_argument(*BATCH, dest="batch_size", type=int, metavar="N", help="images at once (chosen from their size)")
     add_report(group)
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
@@ -115,6 +133,7 @@ def _subject(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompt-file", metavar="FILE", help="prompts from a file, - for stdin")
     group.add_argument("--from-image", metavar="PNG", help="settings from this image's metadata; flags override them")
     add_flags(group, Call, group=SUBJECT)
+    add_size(group)
 
 
 def _add_groups(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -157,7 +176,7 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help=f"a folder, or NAME.png, .jpg or .webp for one image or the grid ({OUTPUT})",
     )
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
+    group.add_argument(*BATCH, dest="batch_size", type=int, metavar="N", help="images at once (chosen from their size)")
     group.add_argument("--preview", metavar="FILE", help="image file that shows progress")
     group.add_argument("--grid", action="store_true", help="also write one grid of all images")
     add_report(group)

@@ -32,7 +32,6 @@ from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
 
 if TYPE_CHECKING:
-    from canvax.params import Spec
     from canvax.weights.files import ModelFiles
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -278,8 +277,6 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the memory that each device of this machine needs, from the compiled programs, without weights."""
     from canvax.parallel.rules import device_bytes
     from canvax.pipelines.checks import MOST_IMAGES
-    from canvax.planning.modes import AHEAD, largest_layer
-    from canvax.weights.cast import parse_dtype
 
     check_sides(arguments)
     if arguments.batch is not None:
@@ -292,15 +289,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     batch = arguments.batch or mesh.shape["data"]
     references = parse_references(arguments.references)
     memory = pipe.memory(height, width, batch, references=references)
-
-    def size(spec: Spec) -> int:
-        return device_bytes(spec, parse_dtype(model.dtype), mesh.shape)
-
-    networks, kind = model.networks, model.quantize
-    reads = {"text encoder": networks.text.names, "denoiser": (networks.denoiser.component,)}
-    layers = {name: largest_layer(spec, size) for name, spec in networks.specs(kind).items()}
-    ahead = {name: AHEAD * max(layers[part] for part in parts) for name, parts in reads.items()}
-    left = sum(map(size, networks.specs(kind, streamed=True).values()))
+    sizes = {part.name: device_bytes(part.spec, pipe.dtype, mesh.shape) for part in model.components}
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),
@@ -311,11 +300,11 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch": batch,
         "references": references if isinstance(references, int) else len(references),
         "weights": memory.weights,
-        "components": {part.name: size(part.spec) for part in model.components},
+        "components": sizes,
         "programs": dict(memory.programs),
         "total": memory.total,
         "offloaded": memory.offloaded,
-        "streamed": left + max(used + ahead.get(name, 0) for name, used in memory.programs.items()),
+        "streamed": memory.streamed,
         "free": memory.limit,
     }
 

@@ -69,8 +69,6 @@ class Parser(argparse.ArgumentParser):
         longer = [flag for flag in flags if len(unknown) > 4 and flag.startswith(unknown)]
         meant = next((alias for alias in aliases if alias in flags), "") or next(iter(longer), "")
         near = f"did you mean {meant!r}?" if meant else did_you_mean(unknown, flags)
-        if name == "size" and "--width" in flags:
-            near = "write --width 512 --height 512"
         if not near and (prompts or "-p" in self._option_string_actions) and not unknown.startswith("--"):
             near = "a prompt that starts with - goes after --"
         self.error(f"{unknown!r} is not a flag of {self.prog}" + (near and f"; {near}"))

@@ -294,7 +294,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
 
 
 def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> EngineSettings:
-    from canvax.pipelines.references import MOST as MOST_REFERENCES
+    from canvax.models.denoiser import MOST_REFERENCES
     from canvax.prompts.chunks import MOST_CHUNKS
     from canvax.server.engine import EngineSettings
     from canvax.server.models import Warm
@@ -303,10 +303,9 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
         value = getattr(arguments, flag)
         if value is not None and not 0 < value <= MOST:
             raise InputError(flag, f"is not a number above 0 and of at most {MOST:g}", value=value)
-    if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
-        raise InputError(
-            "chunks", f"are not whole numbers in 1..{MOST_CHUNKS}", value=" ".join(map(str, arguments.chunks))
-        )
+    chunks = arguments.chunks or ()
+    if not all(1 <= count <= MOST_CHUNKS for count in chunks):
+        raise InputError("chunks", f"are not whole numbers in 1..{MOST_CHUNKS}", value=" ".join(map(str, chunks)))
     if not 0 <= arguments.references <= MOST_REFERENCES:
         raise InputError("references", f"is not a whole number in 0..{MOST_REFERENCES}", value=arguments.references)
     if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
@@ -315,7 +314,7 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     on_demand = arguments.compile_on_demand
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
-        chunks=tuple(dict.fromkeys(arguments.chunks)),
+        chunks=tuple(dict.fromkeys(chunks)),
         references=arguments.references,
         compile_on_demand=arguments.command == "ui" if on_demand is None else on_demand,
         queue_seconds=arguments.queue_seconds,

@@ -32,8 +32,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="sizes to make ready, and images at once: 512x512:1,4 (the model's size, 1 and 4)",
     )  # fmt: skip
     parser.add_argument(
-        "--chunks", nargs="+", type=int, default=[1], metavar="N",
-        help="lengths of prompts to make ready, in chunks of 75 tokens, of 128 for Z-Image and Krea 2 (1)",
+        "--chunks", nargs="+", type=int, metavar="N",
+        help="lengths of prompts to make ready, in chunks of 75 tokens (1), of 128 with a language model (1 2; ui: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--references", type=int, default=1, metavar="N",

@@ -197,6 +197,10 @@ class Kinds(NamedTuple):
         by_class = {type(add).__name__: add for add in (*self.adds, *adds) if add}
         return self._replace(adds=tuple(by_class[name] for name in sorted(by_class)))
 
+    def without(self, kind: type[Addition]) -> Kinds:
+        """Return these kinds without the addition of a class."""
+        return self._replace(adds=tuple(add for add in self.adds if not isinstance(add, kind)))
+
     def of(self, kind: type[A]) -> A | None:
         """Return the addition of a class, or None."""
         return next((add for add in self.adds if isinstance(add, kind)), None)

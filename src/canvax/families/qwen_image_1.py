@@ -5,6 +5,7 @@ Edit 2509 and 2511 see a small copy of each reference with the tower of Qwen2.5-
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
 from canvax.families.language import FLOW, QWEN3_VL, SHIFT_BY_SIZE, TOKENIZER, check_fit, read_chat_tokenizer
 from canvax.models.decoder_lm import SHORT, DecoderConfig, LanguageModel
+from canvax.models.denoiser import MOST_REFERENCES
 from canvax.models.krea2 import DROPPED, TEMPLATE  # those of this model, which Krea 2 took over
 from canvax.models.networks import Networks
 from canvax.models.qwen25_vision import PICTURE, WindowedConfig
@@ -36,6 +38,9 @@ CLASSES = {
 
 EDIT = "QwenImageEditPlusPipeline"
 """The pipeline of Edit 2509 and 2511."""
+
+FIRST_EDIT = "QwenImageEditPipeline"
+"""The pipeline of the first Edit: one reference, which the tower sees in the size that the transformer reads."""
 
 SYSTEM = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
@@ -97,20 +102,24 @@ def read(files: ModelFiles) -> Networks:
     check_fit(files, latents=latents, text=(transformer.joint_attention_dim, lm.hidden_size))
     sees = _is_edit(files) and files.config(FIRST).get("vision_config", {"depth": 0}).get("depth", 1)
     eyes = parsed(WindowedConfig, files, FIRST) if sees else None
+    if eyes and files.index["_class_name"] == FIRST_EDIT:
+        eyes = replace(eyes, copies=False)
     return _networks(transformer, lm, vae, eyes, EDIT_DROPPED if _is_edit(files) else DROPPED)
 
 
 def _is_edit(files: ModelFiles) -> bool:
-    return files.index.get("_class_name") == EDIT
+    return files.index.get("_class_name") in (EDIT, FIRST_EDIT)
 
 
 def _networks(
     transformer: QwenImage1Config, lm: DecoderConfig, vae: WanAutoencoder, eyes: WindowedConfig | None, dropped: int
 ) -> Networks:
-    sees = partial(SeeingLanguageModel, eyes=eyes, picture=PICTURE, between="", whole=True) if eyes else LanguageModel
+    several = not eyes or eyes.copies
+    picture = PICTURE if several else PICTURE.removeprefix("Picture {}: ")
+    sees = partial(SeeingLanguageModel, eyes=eyes, picture=picture, between="", whole=True) if eyes else LanguageModel
     short = tuple(length for length in SHORT if length > dropped)
     text = sees(lm, lm.num_hidden_layers, lengths=LENGTHS, most=dropped + 1024, short=short)
-    denoiser = QwenImage1Denoiser(transformer, dropped, edits=eyes is not None)
+    denoiser = QwenImage1Denoiser(transformer, dropped, MOST_REFERENCES if several else 1, edits=eyes is not None)
     return Networks(denoiser, vae, TextEncoders((text,)), prediction="flow_prediction")
 
 
@@ -120,7 +129,8 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
 
 def _defaults(networks: Networks, schedule: NoiseSchedule | None) -> Defaults:
     del schedule
-    return replace(DEFAULTS, num_inference_steps=40) if networks.denoiser.facts.edits else DEFAULTS
+    facts = networks.denoiser.facts
+    return replace(DEFAULTS, num_inference_steps=40) if facts.edits and facts.most_references > 1 else DEFAULTS
 
 
 def _config(shapes: Shapes) -> dict[str, Any]:
@@ -145,8 +155,10 @@ def _by_name(stem: str) -> dict[str, Any]:
 
 
 def _index(config: Mapping[str, Any], stem: str) -> dict[str, Any]:
-    """Return the pipeline, that of Edit for files with its name or mark."""
-    return {"_class_name": EDIT} if "edit" in stem.lower() or config.get("zero_cond_t") else {}
+    """Return the pipeline, that of Edit for files with its name or mark; names of the first Edit have no number."""
+    if config.get("zero_cond_t") or re.search(r"edit.*(25\d\d|plus)", stem.lower()):
+        return {"_class_name": EDIT}
+    return {"_class_name": FIRST_EDIT} if "edit" in stem.lower() else {}
 
 
 def file_title(names: Collection[str], stem: str) -> str:
@@ -158,7 +170,7 @@ def file_title(names: Collection[str], stem: str) -> str:
 QWEN_IMAGE_1 = Family(
     name="qwen-image-1",
     title="Qwen-Image 1",
-    pipelines=("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", EDIT),
+    pipelines=("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", EDIT, FIRST_EDIT),
     read=read,
     tokenizer=_tokenizer,
     classes=CLASSES,

@@ -8,6 +8,7 @@ recompiles the encoder.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -220,6 +221,9 @@ class PooledClip(TextEncoder):
     @property
     def lengths(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (self.cfg.max_position_embeddings,)
+
+    def room(self, length: int) -> int:
+        return sys.maxsize
 
     @property
     def spec(self) -> Spec:

@@ -122,6 +122,7 @@ class Facts:
             if it is always cropped, as several references are.
         reference_pixels: pixels that every reference is scaled to, with sides of an even number of tokens; 0 if only
             large ones are made smaller.
+        most_references: maximum number of references.
         offers: names of the ``Extras`` that it supports.
         roles: those that it knows; it need not tell the prompt from the negative one.
     """
@@ -137,6 +138,7 @@ class Facts:
     reference_sizes: tuple[tuple[int, int], ...] = ()
     whole_reference: int = 0
     reference_pixels: int = 0
+    most_references: int = MOST_REFERENCES
     offers: tuple[str, ...] = ()
     roles: tuple[int, ...] = (NEGATIVE, PROMPT)
 

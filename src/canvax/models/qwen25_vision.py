@@ -53,6 +53,7 @@ class WindowedConfig(TowerConfig):
     """``Qwen2_5_VisionTransformerPretrainedModel``.
 
     Attributes:
+        copies: it sees small copies of references, and not the images that the transformer reads.
         window_size: side of a window in pixels.
         fullatt_block_indexes: layers that attend to the whole image.
     """
@@ -64,6 +65,7 @@ class WindowedConfig(TowerConfig):
     patch_size: Count = 14
     out_hidden_size: Count = 3584
     mrope_section: tuple[Depth, ...] = (16, 24, 24)
+    copies: bool = True
     window_size: Count = 112
     fullatt_block_indexes: tuple[Depth, ...] = (7, 15, 23, 31)
 
@@ -88,17 +90,20 @@ class WindowedConfig(TowerConfig):
         return np.repeat(np.arange(3), self.mrope_section)
 
     def tokens(self, size: tuple[int, int]) -> int:
-        del size  # at no usual proportions has a copy more tokens
-        return 5 * VIEWED_PIXELS // (4 * (MERGE * self.patch_size) ** 2)
+        side = MERGE * self.patch_size
+        if not self.copies:
+            return math.prod(_rounded(size, side)) // side**2
+        return 5 * VIEWED_PIXELS // (4 * side**2)  # at no usual proportions has a copy more
 
     def view(self, image: Any, fitted: Any) -> Any:
-        """Return the small copy of an image.
+        """Return the small copy of an image, or ``fitted`` with sides of whole tokens.
 
         Raises:
             InputError: the image is too narrow.
         """
-        del fitted
         ratio, side = image.width / image.height, MERGE * self.patch_size
+        if not self.copies:
+            return fitted.resize(_rounded(fitted.size, side), Image.Resampling.BICUBIC)
         wide = math.sqrt(VIEWED_PIXELS * ratio)
         first = _rounded((wide, wide / ratio), FIRST_STEP)
         last = _rounded(first, side)

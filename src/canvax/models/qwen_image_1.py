@@ -205,11 +205,13 @@ class QwenImage1Denoiser(TransformerDenoiser):
     Attributes:
         cfg: its config.
         dropped: tokens of the chat template before the prompt, whose features are not read.
+        most_references: see ``Facts``.
         edits: whether the model reads references.
     """
 
     cfg: QwenImage1Config
     dropped: int
+    most_references: int = MOST_REFERENCES
     edits: bool = False
 
     @property
@@ -219,7 +221,8 @@ class QwenImage1Denoiser(TransformerDenoiser):
     @property
     def facts(self) -> Facts:
         packing, pixels = Packing(PATCH, channels_first=True), REFERENCE_PIXELS if self.edits else 0
-        return Facts(native_size=(128, 128), packing=packing, edits=self.edits, reference_pixels=pixels)
+        most = self.most_references
+        return Facts((128, 128), packing, edits=self.edits, reference_pixels=pixels, most_references=most)
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> QwenImage1Context:
         rest = {"text": conditions["text"][:, self.dropped :], "length": conditions["length"] - self.dropped}

@@ -40,12 +40,15 @@ class Memory:
             the compiler.
         limit: the memory available on the device; None if the device does not report it.
         parts: the size of the parameters that each program reads.
+        streamed: the bytes needed with ``offload="layers"``: the weights that stay, and the largest program with two of
+            its layers.
     """
 
     weights: int
     programs: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None
     parts: Mapping[str, int] = field(default_factory=dict)
+    streamed: int = 0
 
     def __post_init__(self) -> None:
         sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}

@@ -9,7 +9,9 @@ one communication, the all-reduce of the second layer's sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,12 @@ from canvax.types import Array, DType
 RULES: Mapping[str, str] = {"heads": "model", "mlp": "model", "hidden": "model"}
 """Logical axis -> axis of the mesh. Axes that are not listed (``embed``, ``conv_in``, ``conv_out``) are never split:
 they are the activations that blocks pass to each other."""
+
+AHEAD = 2
+"""Layers whose streamed weights are on the devices at a time."""
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+"""The layer in the name of a parameter: single_transformer_blocks.5."""
 
 
 @dataclass(frozen=True)
@@ -198,3 +206,12 @@ def device_bytes(spec: Spec, dtype: DType, sizes: Mapping[str, int]) -> int:
         parts = int(np.prod([sizes[axis] for axis in placed.spec if axis]))
         total += param.size * param.dtype_in(dtype).itemsize // parts
     return total
+
+
+def largest_layer(spec: Spec, size: Callable[[Spec], int]) -> int:
+    """Return the bytes of the streamed weights of the largest layer."""
+    layers = Counter[str]()
+    for name, param in flatten(spec):
+        layer = _LAYER.match(name)
+        layers[layer[0] if layer else name] += size({"": param}) if param.large else 0
+    return max(layers.values(), default=0)

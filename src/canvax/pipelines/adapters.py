@@ -79,7 +79,8 @@ class LoadedAdapter:
     @property
     def suggested(self) -> dict[str, Any]:
         """Arguments of a call that the adapter was made for, such as sampler and steps of LCM; usually empty."""
-        return suggested(self.adapter.path.stem, self.adapter.metadata)
+        unet = any(component == "unet" for component, _ in self.adapter.parts)
+        return suggested(f"{Path(self.source).name} {self.adapter.path.stem}", self.adapter.metadata, unet=unet)
 
     @property
     def trigger_words(self) -> list[str]:

@@ -125,7 +125,8 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         near = [(word, model.concepts.nearest(word)) for word in unknown[:LISTED]]
         listed = ", ".join(f"{word} (near: {known})" if known else word for word, known in near)
         problem = f"has words that {model.name} has never seen: {listed}{rest}"
-        yield HintWarning("prompt", problem, cure=f"canvax info {model.name} --prompts lists what it knows; other pictures need another model")
+        cure = f"canvax info {model.name} --prompts lists what it knows; other pictures need another model"
+        yield HintWarning("prompt", problem, cure=cure)
     elif things := next(filter(None, map(model.concepts.things, prompts)), None):
         problem = f"names {' and '.join(things)}, and {model.name} draws one thing in an image"
         yield HintWarning("prompt", problem, cure="name one of them")

@@ -32,8 +32,18 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, check_weights, free_bytes, gigabytes, program_bytes, streams
 from canvax.parallel.mesh import check_mesh, mesh_of, padded_batch, refuse_fork
 from canvax.parallel.place import HOST, waits
-from canvax.parallel.rules import abstract_params, check_params, check_split, device_bytes, is_on, place, place_all
-from canvax.params import Params
+from canvax.parallel.rules import (
+    AHEAD,
+    abstract_params,
+    check_params,
+    check_split,
+    device_bytes,
+    is_on,
+    largest_layer,
+    place,
+    place_all,
+)
+from canvax.params import Params, Spec
 from canvax.pipelines import functions
 from canvax.pipelines.checks import MOST_IMAGES, check_precision, check_size, default_dtype, is_tiled
 from canvax.pipelines.request import check_layers
@@ -236,15 +246,24 @@ class LoadedModel:
         adds = [ReadsReferences(self._references(references, height, width))] if references else []
         ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), *adds)
         weights, free = weight_bytes(self.model.components, self.model.dtype, mesh.shape), free_bytes(mesh)
-        programs, parts = dict[str, int](), dict[str, int]()
-        sizes = {part.name: device_bytes(part.spec, self.dtype, mesh.shape) for part in self.model.components}
+        programs, parts, ahead = dict[str, int](), dict[str, int](), dict[str, int]()
+        networks, kind = self.model.networks, self.model.quantize
+
+        def size(spec: Spec) -> int:
+            return device_bytes(spec, self.dtype, mesh.shape)
+
+        sizes = {part.name: size(part.spec) for part in self.model.components}
+        layers = {name: largest_layer(spec, size) for name, spec in networks.specs(kind).items() if name != "vae"}
         for program, executable in ready.values():
             programs[program.name] = max(programs.get(program.name, 0), program_bytes(executable) or 0)
             parts[program.name] = sum(sizes[name] for name in program.reads)
+            ahead[program.name] = AHEAD * max(layers.get(name, 0) for name in program.reads)
+        left = sum(map(size, networks.specs(kind, streamed=True).values()))
+        streamed = left + max(used + ahead[name] for name, used in programs.items())
         if self.offloads:
-            return Memory(0, {name: size + parts[name] for name, size in programs.items()}, free)
+            return Memory(0, {name: size + parts[name] for name, size in programs.items()}, free, streamed=streamed)
         held = weights if self.params is not None else 0
-        return Memory(weights, programs, None if free is None else free + held, parts)
+        return Memory(weights, programs, None if free is None else free + held, parts, streamed)
 
     @property
     def offloads(self) -> bool:
@@ -452,6 +471,9 @@ def open_model(
             opened = replace(opened, streamed=True)
         elif weights:
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
+        if offload and mesh.devices.flat[0].platform == "cpu":
+            warn(HintWarning("offload", "saves nothing on a CPU, whose devices are the host", cure="leave it out",
+                             value=offload))  # fmt: skip
         models.append(opened)
 
     def accepted(index: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from canvax.call import MAX_SIDE
 from canvax.errors import InputError, check_count
 from canvax.images.convert import on_white
 from canvax.images.inputs import fingerprint, read_images
-from canvax.models.denoiser import MOST_REFERENCES as MOST
 from canvax.models.networks import Networks
 from canvax.types import HostArray
 
@@ -58,8 +57,8 @@ def check_references(value: Any, networks: Networks) -> References:
     """
     several = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4
     count = len(value) if several else 1
-    if not 1 <= count <= MOST:
-        raise InputError("image", f"has {count} reference images", cure=f"give 1 to {MOST}")
+    if not 1 <= count <= (most := networks.denoiser.facts.most_references):
+        raise InputError("image", f"has {count} reference images", cure=f"give 1 to {most}" if most > 1 else "give 1")
     images = read_images("image", value, count, alpha=networks.image_mode == "RGBA")
     fitted = [_fitted(image, networks, count) for image in images]
     views = [networks.text.view(*both) for both in zip(images, fitted, strict=True)]
@@ -110,9 +109,10 @@ def reference_sizes(
     Raises:
         InputError: there are too many, or a size cannot be used.
     """
-    sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, MOST)
-    if len(sizes) > MOST:
-        raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {MOST}")
+    most = networks.denoiser.facts.most_references
+    sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, most)
+    if len(sizes) > most:
+        raise InputError("references", f"has {len(sizes)} sizes", cure=f"give 1 to {most}")
     read, step = [], networks.size_step
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

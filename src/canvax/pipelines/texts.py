@@ -69,6 +69,20 @@ class Texts:
         wordings = (wording for stage in self.stages for side in (*stage.parts, stage.negatives) for wording in side)
         return frozenset(tuple(words.length for words in wording) for wording in wordings)
 
+    def longer(self, chunks: int) -> Texts:
+        """Return the texts at ``chunks`` times the shortest length of each text encoder, or at its longest."""
+
+        def long(wording: Wording) -> Wording:
+            wanted = [min(chunks * encoder.lengths[0], encoder.lengths[-1]) for encoder in self.encoders.encoders]
+            each = zip(self.encoders.encoders, wording, wanted, strict=True)
+            return tuple(encoder.extended(words, max(words.length, length)) for encoder, words, length in each)
+
+        stages = [
+            Stage(stage.step, [[*map(long, part)] for part in stage.parts], [*map(long, stage.negatives)])
+            for stage in self.stages
+        ]
+        return Texts(stages, self.weights, self.encoders)
+
 
 def texts_of(prompt: Any, negative_prompt: Any, options: Any) -> list[str]:
     """Return all texts of a call that its text encoders read; ``options`` are ``canvax.Options``."""

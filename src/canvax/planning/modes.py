@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from canvax.denoise import WINDOW
 from canvax.models.networks import Networks
-from canvax.parallel.rules import device_bytes
-from canvax.params import Spec, flatten
+from canvax.parallel.rules import AHEAD, device_bytes, largest_layer
+from canvax.params import Spec
 from canvax.planning.program import ProgramPlan
 from canvax.planning.targets import Chip
 from canvax.weights.cast import parse_dtype
-
-AHEAD = 2
-"""Layers whose streamed weights are on the devices at a time."""
-
-_LAYER = re.compile(r".*?\.\d+(?=\.)")
-"""The layer in the name of a parameter: single_transformer_blocks.5."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +103,3 @@ def modes(
         ):
             found.append(Mode(place, kind, held + others, held + others <= chip.usable, time))
     return tuple(found)
-
-
-def largest_layer(spec: Spec, size: Callable[[Spec], int]) -> int:
-    """Return the bytes of the streamed weights of the largest layer."""
-    layers = Counter[str]()
-    for name, param in flatten(spec):
-        layer = _LAYER.match(name)
-        layers[layer[0] if layer else name] += size({"": param}) if param.large else 0
-    return max(layers.values(), default=0)

@@ -182,7 +182,8 @@ class AdapterCache:
     def _card(self, name: str, path: Path, metadata: Mapping[str, str]) -> AdapterCard:
         alias, own = metadata.get("ss_output_name") or name, self._model.scheduler.config
         other = {key: value for key, value in trained_schedule(path, metadata).items() if own.get(key) != value}
-        words, usage = trigger_words(metadata), suggested(path.stem, metadata)
+        words = trigger_words(metadata)
+        usage = suggested(path.stem, metadata, unet=self._model.networks.denoiser.component == "unet")
         return AdapterCard(name, alias, path.name, metadata, words, usage, other)
 
     def _metadata(self, path: Path) -> dict[str, str] | None:

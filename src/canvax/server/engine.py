@@ -443,6 +443,7 @@ class ImageEngine:
         """Filter images as ``may_begin``. A job that killed an earlier process begins after the journal's other jobs,
         and alone."""
         self._suspects = [job for job in self._suspects if job.attempts and not job.status.over]
+        items = [item for item in items if not self._models.lacks(item)]
         waiting = [item.job for item in items if item.job.attempts]
         if not self._suspects:
             return may_begin(items)
@@ -683,9 +684,9 @@ class ImageEngine:
             self._compiler.start()
 
     def _missing(self) -> GroupKey | None:
-        """Return a group whose programs are missing and that images wait for."""
-        ready = self._models.groups()
-        return next((key for key in self._queue.groups() if key not in ready), None)
+        """Return a group of which programs are missing that images wait for."""
+        waiting = (item for items in self._items.values() for item in items if self._queue.waits(item))
+        return next((item.group for item in waiting if self._models.lacks(item)), None)
 
     def _compile(self) -> None:
         while True:
@@ -699,13 +700,15 @@ class ImageEngine:
     def _build(self, key: GroupKey) -> None:
         """Make a group's programs; where they cannot be made its jobs fail."""
         self._building = key
+        with self._wake:
+            image = any(item.group == key and item.request.init_images is not None for item in self._queue)
         try:
-            group = self._models.build(key)
+            group = self._models.build(key, image=image)
         except Exception as fault:
             log.exception("compiling failed")
             message = str(fault) if isinstance(fault, CanvaxError) else "its programs cannot be compiled"
             with self._wake:
-                for item in [item for item in self._queue if item.group == key]:
+                for item in [item for item in self._queue if item.group == key and self._models.lacks(item)]:
                     self._book.fail(item.job, "server_error", message)
             return
         finally:
@@ -718,7 +721,8 @@ class ImageEngine:
     def _tell_compiling(self) -> None:
         """Tell those who wait for the programs that are compiled how many are ready."""
         if (key := self._building) is not None:
-            self._tell_waits(lambda item: item.group == key, f"compiling, {self._announcer.progress}")
+            progress = f"compiling, {self._announcer.progress}"
+            self._tell_waits(lambda item: item.group == key and self._models.lacks(item), progress)
 
     def _tell_waits(self, waits: Callable[[Item], bool], what: str) -> None:
         """Tell the jobs of images in the queue what must be done before they can begin."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from canvax.compile.additions import ReadsReferences
+from canvax.compile.additions import ReadsImage, ReadsReferences
 from canvax.compile.aot import BuildCallback, CacheEntry
 from canvax.compile.kinds import DENOISERS, Ready
 from canvax.compile.programs import Programs
@@ -118,19 +118,32 @@ class Group:
         self._batch: Batch | None = None
         self._seats: list[Item | None] = []
 
-    def compile(self, params: Params, announce: BuildCallback | None = None) -> None:
-        """Make all programs ready. May run in any thread; ``params`` may be shapes."""
+    def compile(self, params: Params, announce: BuildCallback | None = None, *, image: bool = True) -> None:
+        """Make all programs ready, but without ``image`` not the encoder of images to begin from. May run in any
+        thread; ``params`` may be shapes."""
         kinds, shape = self.key.kinds, self._latents(self.alone)
-        self._ready = self._programs.ready(params, shape, kinds, announce)
+        self._ready = self._programs.ready(params, shape, kinds if image else kinds.without(ReadsImage), announce)
         self._denoisers = {self.alone: _denoisers(self._ready)}
         for batch in self.batches[1:]:
             wanted = self._programs.wanted(params, self._latents(batch), kinds)
             self._denoisers[batch] = self._programs.compile(params, _denoisers(wanted), announce)
 
-    @property
-    def programs(self) -> int:
-        """Number of programs that ``compile`` makes."""
-        kinds = self.key.kinds
+    def compile_encoder(self, params: Params, announce: BuildCallback | None = None) -> None:
+        """Make the encoder of images to begin from ready. May run in any thread; ``params`` may be shapes."""
+        assert self._ready is not None
+        (name,) = ReadsImage("whole").names
+        encoder = self._programs.program(name, params, self._latents(self.alone), self.key.kinds, announce)
+        self._ready = {**self._ready, name: encoder}
+
+    def lacks(self, item: Item) -> bool:
+        """Return whether an image begins from an image, whose encoder is not compiled yet."""
+        begins = item.request.init_images is not None and item.request.init_images.latents is None
+        reads = self.key.kinds.of(ReadsImage)
+        return begins and reads is not None and self._ready is not None and not {*reads.names} <= self._ready.keys()
+
+    def count(self, *, image: bool) -> int:
+        """Return the number of programs that ``compile`` makes."""
+        kinds = self.key.kinds if image else self.key.kinds.without(ReadsImage)
         shared = 1 + bool(kinds.decoder) + sum(len(add.names) for add in kinds.adds)
         return shared + len(kinds.guided) * len(self.batches)
 
@@ -217,17 +230,24 @@ class Group:
         """Slots of the present batch."""
         return len(self._seats)
 
+    @property
+    def room(self) -> int:
+        """Number of tokens that a prompt may have, without those that the model adds."""
+        references, text = self.key.kinds.of(ReadsReferences), self._model.text
+        images = references.sizes if references else ()
+        each = zip(text.encoders, self.key.kinds.lengths, strict=True)
+        added = [(encoder, length, self._model.tokenizers[encoder.component]) for encoder, length in each]
+        return min(encoder.room(length) - encoder.count(words, "", images) for encoder, length, words in added)
+
     def summary(self) -> str:
         """Return the measurements as a line for the operator."""
         rows = ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in self.timings.row.items())
         decode = f"decoding {1e3 * self.timings.decode:.0f} ms"
         decode += ", as measured at an earlier start" if self.timings.kept else ""
-        kinds = self.key.kinds
-        text = self._programs.networks.text
-        of = f", prompts of {text.room(kinds.lengths)} tokens" if kinds.lengths > text.shortest else ""
-        references = kinds.of(ReadsReferences)
-        of += f", {len(references.sizes)} reference images" if references else ""
-        return f"{self.key.model} is warm at {self.key.size}{of}: a step of a batch of {rows}; {decode}"
+        references = self.key.kinds.of(ReadsReferences)
+        of = f", {len(references.sizes)} reference images" if references else ""
+        of = f"{self.key.size}{of}, prompts of up to {self.room} tokens (--chunks)"
+        return f"{self.key.model} is warm at {of}: a step of a batch of {rows}; {decode}"
 
     def scaled(self, key: GroupKey) -> Timings:
         """Return estimated timings of another size of the model, with programs for single images alone."""

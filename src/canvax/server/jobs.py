@@ -417,6 +417,7 @@ class ModelCard:
         controlnets: the networks of the folder of models that a request may name.
         hires_strength: default strength of a second pass over the enlarged image.
         file: its place in the folder of models; "" for a model from elsewhere.
+        alpha: its images may be transparent.
     """
 
     id: str
@@ -450,6 +451,7 @@ class ModelCard:
     controlnets: tuple[ControlCard, ...] = ()
     hires_strength: float = HIRES_STRENGTHS["pixel"]
     file: str = ""
+    alpha: bool = False
 
     @property
     def size(self) -> tuple[int, int]:

@@ -23,9 +23,9 @@ from canvax.images.keys import keys_of
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in, prompt_in
+from canvax.models.denoiser import MOST_REFERENCES
 from canvax.pipelines.again import lost_settings, missing_embeddings, unknown_settings
 from canvax.pipelines.control import OPTIONS
-from canvax.pipelines.references import MOST
 from canvax.samplers import CURVES, SAMPLERS, curve_named, find
 from canvax.server.answers import (
     asked,
@@ -112,7 +112,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     sampler: Annotated[str, Meta(max_length=100)] | None = None
     seed: Seed | None = None
     image: str | None = None
-    references: Annotated[list[str], Meta(max_length=MOST - 1)] = []
+    references: Annotated[list[str], Meta(max_length=MOST_REFERENCES - 1)] = []
     mask: str | None = None
     strength: Strength | None = None
     upscale: Times | None = None

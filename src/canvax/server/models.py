@@ -29,6 +29,7 @@ from canvax.files import named_path
 from canvax.guidance import PROMPT, Perturbed, reads_negative
 from canvax.models.beside import ADAPTERS
 from canvax.models.clip import clip_configs, most_skipped
+from canvax.models.denoiser import MOST_REFERENCES
 from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
 from canvax.parallel.place import on_devices, on_host, waits
@@ -36,8 +37,8 @@ from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.networks import with_controls
-from canvax.pipelines.references import MOST as MOST_REFERENCES
 from canvax.pipelines.safety import SafetyChecker
+from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
 from canvax.server.control import cards, file_cards, publicly
 from canvax.server.embedding_cache import EmbeddingCache, Words
@@ -358,14 +359,21 @@ class ServedModel:
             check_size("height", height, tall, factor)
             yield (width, height), entry.batches
 
-    def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
-        """Return a group with its programs, compiled or from the cache. In any thread."""
+    def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback, *, image: bool = True) -> Group:
+        """Return a group with its programs, compiled or from the cache; without ``image`` it cannot encode images to
+        begin from. In any thread."""
         model, programs, shapes = self.of(key.variant)
         group = Group(key, model, programs, self.loaded_params, batches)
+        image = image or model.networks.inpaints
         if isinstance(announce, Announcer):
-            announce.expect(group.programs)
-        group.compile(shapes, announce)
+            announce.expect(group.count(image=image))
+        group.compile(shapes, announce, image=image)
         return group
+
+    def build_encoder(self, key: GroupKey, announce: Announcer) -> None:
+        """Make the encoder of images to begin from ready for a group. In any thread."""
+        announce.expect(1)
+        self.groups[key].compile_encoder(self.of(key.variant).shapes, announce)
 
     def warm(self, shown: Checked, group: Group) -> None:
         """Run every network that reads images of a request once: first calls are slower."""
@@ -397,28 +405,30 @@ class ServedModel:
     def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
         """Return the reason why a key has no programs, and the cure; ``of_tiles``: the key is that of tiles."""
         keys = list(self.groups)
-        usual = next((key.kinds for key in keys if key.size == wanted.size), None)
-        if usual is None and of_tiles:
+        alike = [key for key in keys if key.size == wanted.size]
+        if not alike and of_tiles:
             message = (
                 f"upscale: its tiles have {wanted.size} pixels, and this server has no programs for that; "
                 f"start the server with --warm {wanted.size} as well, or with --compile-on-demand"
             )
             return Rejected(400, "size_not_ready", message, param="upscale")
-        if usual is None:
+        if not alike:
             sizes = sorted(
                 {key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)}
             )
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
-        changed = {*wanted.kinds.adds} ^ {*usual.adds}
-        differs = [name for name in Kinds._fields[:-1] if getattr(wanted.kinds, name) != getattr(usual, name)]
-        differs += sorted({type(add).__name__ for add in changed})
+        each = (_differences(wanted.kinds, key.kinds) for key in alike)
+        differs = min(each, key=lambda names: (len(names), names != ["lengths"]))
         if differs == ["lengths"]:
-            room = self.model.text.room(max(key.kinds.lengths for key in keys))
-            message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
+            room = max(self.groups[key].room for key in alike if _differences(wanted.kinds, key.kinds) == differs)
+            each = zip(wanted.kinds.lengths, self.model.text.shortest, strict=True)
+            chunks = min(max(-(-length // shortest) for length, shortest in each), MOST_CHUNKS)
+            cure = f"shorten it, or start the server with --chunks {chunks}"
+            message = f"prompt: it is longer than the {room} tokens that this server has programs for; {cure}"
             return Rejected(400, "prompt_too_long", message, param="prompt")
         rule = wanted.kinds.guidance
-        if reads_negative(rule) and rule != usual.guidance:
+        if reads_negative(rule) and "guidance" in differs:
             why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"
             if rule.samples.count(PROMPT) > 1:
                 why, cure = "prompts joined by AND", "send one of them"
@@ -440,7 +450,7 @@ class ServedModel:
         """Return its card; ``references``: the most reference images of a request that edits."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
-        networks, edits = model.networks, model.networks.denoiser.facts.edits
+        networks, facts = model.networks, model.networks.denoiser.facts
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
         controls, ip_adapters = cards(model)
@@ -457,7 +467,7 @@ class ServedModel:
             sampler=model.sampler_names(None)[1],
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
-            tasks=(*tasks[model.family.is_refiner :], *(["editing"] if edits else [])),
+            tasks=(*tasks[model.family.is_refiner :], *(["editing"] if facts.edits else [])),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=self.sha256,
@@ -466,18 +476,25 @@ class ServedModel:
             ip_adapters=ip_adapters,
             prompts=tuple(concepts),
             styles=STYLES if concepts else (),
-            guided=not networks.denoiser.facts.distilled,
+            guided=not facts.distilled,
             no_guidance=model.family.guidance_off,
             negative_prompt=not networks.unguided,
             prompt_weights=bool(clip_configs(model.text)),
             clip_skip=most_skipped(model.text),
-            references=references if edits else 0,
+            references=min(references, facts.most_references) if facts.edits else 0,
             samplers=usable_samplers(model, *sizes[0]),
             vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
             vaes=self.vaes.names,
             controlnets=file_cards(self.controlnets),
             hires_strength=model.defaults.hires_strength,
+            alpha=networks.image_channels == 4,
         )
+
+
+def _differences(one: Kinds, other: Kinds) -> list[str]:
+    """Return the names of the facts in which kinds differ."""
+    changed = {type(add).__name__ for add in {*one.adds} ^ {*other.adds}}
+    return [name for name in Kinds._fields[:-1] if getattr(one, name) != getattr(other, name)] + sorted(changed)
 
 
 def _thrown_away(checked: Checked) -> Item:
@@ -569,7 +586,8 @@ class EngineSettings:
 
     Attributes:
         warm: sizes and batches whose programs are made before the first request.
-        chunks: chunks of prompts whose programs are made then: 2 is for prompts of 76 to 150 tokens.
+        chunks: chunks of prompts whose programs are made then: 2 is for prompts of 76 to 150 tokens. Empty: 1, and
+            for language models also 2 if programs are not compiled on demand.
         references: most reference images whose programs are made then, for models that edit.
         on_request: further models, loaded at their first request.
         compile_on_demand: requests may wait for a compiler.
@@ -588,7 +606,7 @@ class EngineSettings:
     """
 
     warm: tuple[Warm, ...] = (Warm(),)
-    chunks: tuple[int, ...] = (1,)
+    chunks: tuple[int, ...] = ()
     references: int = 1
     on_request: tuple[str, ...] = ()
     compile_on_demand: bool = False
@@ -684,7 +702,7 @@ class ModelSet:
                 self._say(served.shelf.summary())
             for line in served.embeddings.summary().splitlines():
                 self._say(line)
-            for request, group in self._groups(served):
+            for request, group in self._groups(served, image=not self._settings.compile_on_demand):
                 if served.model.networks.controls or served.model.networks.ip_adapters:
                     served.warm(request(shown=True), group)
                 served.time(request(), group)
@@ -699,17 +717,25 @@ class ModelSet:
         """Make the programs of ``begin`` from shapes, for the cache: no weights are read."""
         for name in self._names:
             self._say(f"reading {name}")
-            for _ in self._groups(ServedModel(name, self._load, self._settings.adapters, weights=False)):
+            for _ in self._groups(ServedModel(name, self._load, self._settings.adapters, weights=False), image=True):
                 pass
 
-    def _groups(self, served: ServedModel) -> Iterator[tuple[Callable[..., Checked], Group]]:
-        """Yield the groups of a model at the start, with their programs, each with ``sample`` for its requests."""
-        most = self._settings.references if served.model.networks.denoiser.facts.edits else 0
+    def _groups(self, served: ServedModel, *, image: bool) -> Iterator[tuple[Callable[..., Checked], Group]]:
+        """Yield the groups of a model at the start, with their programs, each with ``sample`` for its requests.
+
+        Without ``image`` the encoder of images to begin from is compiled for the first image.
+        """
+        facts = served.model.networks.denoiser.facts
+        most = min(self._settings.references, facts.most_references) if facts.edits else 0
+        few = self._settings.compile_on_demand or clip_configs(served.model.text)
+        lengths, made = self._settings.chunks or ((1,) if few else (1, 2)), set[GroupKey]()
         for size, batches in served.sizes(self._warm):
-            for chunks, references in product(self._settings.chunks, range(1 + most)):
+            for chunks, references in product(lengths, range(1 + most)):
                 options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
                 request = partial(sample, served.name, served.model, *size, **options)
-                yield request, served.build(request().group, batches, self._announce)
+                if (key := request().group) not in made:  # all lengths of some models are the same
+                    made.add(key)
+                    yield request, served.build(key, batches, self._announce, image=image)
 
     def _show_cards(self) -> None:
         most = MOST_REFERENCES if self._settings.compile_on_demand else self._settings.references
@@ -856,15 +882,25 @@ class ModelSet:
             for group in served.groups.values():
                 group.clear()
 
-    def build(self, key: GroupKey) -> Group:
+    def lacks(self, item: Item) -> bool:
+        """Return whether programs must be compiled before an image can begin."""
+        group = self._served[item.group.model].groups.get(item.group)
+        return group is None or group.lacks(item)
+
+    def build(self, key: GroupKey, *, image: bool) -> Group:
         """Compile programs for requests, in a thread other than the engine's; then ``add`` the group.
+
+        ``image``: one of them begins from an image. A group that exists lacks only the encoder for that.
 
         Raises:
             Exception: a program cannot be compiled.
         """
         served = self._served[key.model]
+        if key in served.groups:
+            served.build_encoder(key, self._announce)
+            return served.groups[key]
         usual = next(iter(served.groups.values()), None)
-        group = served.build(key, (1,), self._announce)
+        group = served.build(key, (1,), self._announce, image=image)
         if usual:
             group.assume(usual)
         else:

@@ -19,7 +19,7 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 
-from canvax.pipelines.references import MOST
+from canvax.models.denoiser import MOST_REFERENCES
 from canvax.server.answers import (
     EventStream,
     asked,
@@ -181,7 +181,7 @@ def _ask(
     mask: Image.Image | None = None,
 ) -> JobRequest:
     card = model_named(engine, body.model or request.path_params.get("deployment"))
-    _check_together(body)
+    _check_together(body, card)
     if len(images) > 1 and (mask is not None or body.strength is not None):
         raise _wrong_number(f"{len(images)} images with a mask or a strength", "send one")
     if len(images) > 1 and "editing" not in card.tasks:
@@ -215,11 +215,12 @@ def _ask(
     )
 
 
-def _check_together(body: Generation) -> None:
-    """Refuse fields that have no effect with the other fields, instead of ignoring them."""
+def _check_together(body: Generation, card: ModelCard) -> None:
+    """Refuse fields that have no effect with the model or the other fields, instead of ignoring them."""
     lossless = body.output_format in (None, "png") and body.output_compression not in (None, 100)
+    opaque = not card.alpha or body.output_format == "jpeg"
     for name, idle, why in (
-        ("background", body.background == "transparent", "the models here paint no transparency; leave it out"),
+        ("background", body.background == "transparent" and opaque, "there is no transparency here; leave it out"),
         ("output_compression", lossless, "PNG loses nothing; leave it out, or ask for output_format='webp'"),
         ("partial_images", body.partial_images and not body.stream, "they come in a stream; send stream=true as well"),
         ("response_format", body.stream and body.response_format == "url", "a stream holds base64; leave one out"),
@@ -268,8 +269,8 @@ def _parts_of(
     masks = [data for name, data in files if name == "mask"]
     if "image" in fields or "image[]" in fields or "mask" in fields:
         raise Rejected(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
-    if not 1 <= len(images) <= MOST:
-        raise _wrong_number(f"{len(images)} images", f"send one, or up to {MOST} to a model that edits")
+    if not 1 <= len(images) <= MOST_REFERENCES:
+        raise _wrong_number(f"{len(images)} images", f"send one, or up to {MOST_REFERENCES} to a model that edits")
     if len(masks) > 1:
         raise _wrong_number(f"{len(masks)} masks", "send at most one")
     return body, images, masks

@@ -190,10 +190,6 @@ class Queue(Generic[WorkT]):
         """Check if an image is in the queue and has not begun."""
         return id(work) in self._entries
 
-    def groups(self) -> Iterator[Any]:
-        """Return the groups of images that wait."""
-        return (group for _, group, _ in self._lines)
-
     def waiting(self, group: Hashable) -> int:
         """Return how many images of a group wait."""
         return sum(len(line.order) for (_, name, _), line in self._lines.items() if name == group)

@@ -533,16 +533,16 @@ def sample(
     with an image for every network."""
     concepts = model.concepts.names
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
-    options = {}
-    if chunks > 1:
-        prompt, options = "apple " * (min(model.text.shortest) * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
     images = examples(model, width, height) if shown else {}
     if references:
         blank = Image.new("RGB", (width, height))
         images |= {"image": blank, "references": (blank,) * (references - 1)}
-    job_request = JobRequest(prompt, width=width, height=height, steps=steps, seed=0, options=options, **images)
-    return check(job_request, name, model, shelf)
+    checked = check(JobRequest(prompt, width=width, height=height, steps=steps, seed=0, **images), name, model, shelf)
+    if chunks == 1:
+        return checked
+    longer = replace(checked.request, texts=checked.request.texts.longer(chunks))
+    return checked._replace(stages=(_stage(name, model, longer, shelf, PLAIN),))
 
 
 def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...] | None:

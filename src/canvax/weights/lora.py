@@ -48,6 +48,9 @@ _SHOWN = {
 }  # fmt: skip
 """Keys of a file's metadata (kohya's trainer; ModelSpec 1.0) that are displayed, and their labels."""
 
+_OF_A_UNET = re.compile(r"(down|up|input|output)_blocks|mid(dle)?_block|conv_(in|out)")
+"""Parts of the names of a UNet's layers."""
+
 _STEPS = re.compile(r"(\d+)[ _-]?steps?")
 _LONGEST = 300
 
@@ -359,6 +362,7 @@ def adapter_info(path: Path) -> dict[str, Any]:
     entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
     shapes = {entry.name: entry.shape for entry in entries}
     family, width = family_of(shapes, metadata)
+    unet = family in BASES.values() or any(map(_OF_A_UNET.search, shapes))
     roles: dict[str, set[str]] = {}
     ranks: set[int] = set()
     for name, shape in shapes.items():
@@ -367,7 +371,7 @@ def adapter_info(path: Path) -> dict[str, Any]:
             ranks |= {shape[0]} if split.role == "down" and shape else set()
     parts: Counter[str] = Counter()
     for module, held in roles.items():
-        denoiser = "transformer" if module.startswith("transformer.") or family in OTHERS.values() else "UNet"
+        denoiser = "UNet" if unet else "transformer"
         component = next((name for name, pattern in _COMPONENTS if pattern.match(module)), denoiser)
         kind = kind_of(frozenset(held - _OF_BIAS.keys()))
         dora = " with DoRA" if held & _DORA else ""
@@ -389,7 +393,7 @@ def adapter_info(path: Path) -> dict[str, Any]:
         "family": family or None,
         "text_width": width or None,
         "trigger_words": trigger_words(metadata),
-        "suggested": suggested(path.stem, metadata),
+        "suggested": suggested(path.stem, metadata, unet=unet),
         "metadata": {
             name: metadata[key][:_LONGEST]
             for name, key in _SHOWN.items()
@@ -425,28 +429,32 @@ def trigger_words(metadata: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys([*words, *(tag for tag, _ in counts.most_common(_MOST_WORDS) if tag)]))[:_MOST_WORDS]
 
 
-def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+def suggested(name: str, metadata: Mapping[str, str], *, unet: bool) -> dict[str, Any]:
     """Return the call's arguments that an adapter for few steps was trained for; empty for others.
 
-    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024) and
-    Qwen-Image-Lightning (LightX2V 2025) are recognised by the file's name or its title.
+    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), DMD2
+    (Yin et al. 2024), FLUX.1-Turbo-Alpha (Alimama 2024) and Qwen-Image-Lightning (LightX2V 2025) are recognised by the
+    file's name or its title. Without ``unet`` it is for a transformer, which keeps its sampler and guidance scale.
     """
     words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
     match = _STEPS.search(words)
     steps = int(match[1]) if match and 1 <= int(match[1]) <= 16 else None
-    if "lightning" in words and "qwen" in words:  # a schedule that does not follow the size and ends at 0
+    if not unet and "lightning" in words and "qwen" in words:  # a schedule that does not follow the size and ends at 0
         schedule = ["shift=3", "shift_terminal=0"]
         return {"sampler_settings": schedule, "num_inference_steps": steps or 4, "guidance_scale": 1.0}
+    few: dict[str, Any] = {}
     if "lightning" in words:
-        return {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": steps or 4, "guidance_scale": 1.0}
-    if "hyper" in words and ("hyper-sd" in words or "step" in words):
-        if steps == 1:
-            return {"sampler": "TCD", "eta": 1.0, "num_inference_steps": 1, "guidance_scale": 1.0}
+        few = {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": 4, "guidance_scale": 1.0}
+    elif "hyper" in words and steps == 1:
+        few = {"sampler": "TCD", "eta": 1.0, "guidance_scale": 1.0}
+    elif "hyper" in words and ("hyper-sd" in words or "step" in words):
         guidance = 5.0 if "cfg" in words else 1.0
-        options = {"spacing": "trailing", "num_inference_steps": steps or 8, "guidance_scale": guidance}
-        return {"sampler": "DDIM", **options}
-    if re.search(r"(^|[^a-z])tcd([^a-z]|$)", words):
-        return {"sampler": "TCD", "eta": 0.3, "num_inference_steps": steps or 4, "guidance_scale": 1.0}
-    if re.search(r"(^|[^a-z])lcm([^a-z]|$)", words):
-        return {"sampler": "LCM", "num_inference_steps": steps or 4, "guidance_scale": 1.0}
-    return {}
+        few = {"sampler": "DDIM", "spacing": "trailing", "num_inference_steps": 8, "guidance_scale": guidance}
+    elif re.search(r"(^|[^a-z])tcd([^a-z]|$)", words):
+        few = {"sampler": "TCD", "eta": 0.3, "num_inference_steps": 4, "guidance_scale": 1.0}
+    elif re.search(r"(^|[^a-z])(lcm|dmd2?)([^a-z]|$)", words):
+        few = {"sampler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}
+    elif not unet and "flux" in words and "turbo" in words:
+        few = {"num_inference_steps": 8}
+    few |= {"num_inference_steps": steps} if few and steps else {}
+    return few if unet else {name: value for name, value in few.items() if name == "num_inference_steps"}
