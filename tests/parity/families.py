@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -24,7 +23,6 @@ import safetensors.numpy
 import tokenizers
 import torch
 import transformers
-from diffusers.models.transformers import transformer_cosmos
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -46,6 +44,7 @@ from canvax.weights.wan_vae import wan_vae_rules
 from tests.support.ldm_files import ldm_vae
 
 from .reference import nchw, randomise
+from .transformers_reference import without_torchvision
 
 Arrays = dict[str, np.ndarray]
 Factors = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -534,10 +533,7 @@ class _Processor:
 
 
 def _open_anima(folder: Path) -> Any:
-    """The pipeline, with what it asks of torchvision: the mask of padding, in the size of the latents."""
-    resize = lambda mask, size, interpolation: torch.nn.functional.interpolate(mask, size=size)  # noqa: E731
-    kinds = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST=0))
-    transformer_cosmos.transforms = kinds  # type: ignore[attr-defined]
+    without_torchvision()
     pipe = modular.AnimaAutoBlocks().init_pipeline(str(folder))
     pipe.load_components(torch_dtype=torch.float32)
     return pipe
