@@ -292,7 +292,7 @@ def lora(model: str, quantize: str | None) -> str:
     shared = {"empty": captions, "frozen": {name: abstract_params(specs[name], dtype, mesh) for name in parts}}
     state = jax.eval_shape(step.init, jax.eval_shape(lambda: low_rank.new_factors(chosen, RANK, 0)))
     compiled = compiled_on(mesh, step, state, samples, shared, jax.eval_shape(jax.random.key, 0), donate_argnums=0)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     held, working = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     return (
         f"| {model} | {quantize or 'bfloat16'} | {held / 1e9:.1f} | {working / 1e9:.1f} "
