@@ -3,10 +3,14 @@
     python benchmarks/plans.py tpu [--only v5e] [--output plans.json]
     python benchmarks/plans.py gpu
     JAX_PLATFORMS=cpu python benchmarks/plans.py bounds
+    JAX_PLATFORMS=cpu python benchmarks/plans.py depths
+    JAX_PLATFORMS=cpu python benchmarks/plans.py lora
 
-``bounds`` compiles nothing: it counts the FLOPs of the denoiser and the decoder as written. The others need ``pip
-install ".[tpu]"`` or ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU on two cores, half of
-one for a GPU; what the same code has compiled before is not compiled again.
+``bounds`` compiles nothing: it counts the FLOPs of the denoiser and the decoder as written. ``depths`` compiles a
+denoiser of a few layers and one of twice as many, and computes the figures of all layers from both; the text encoder
+counts at its bound. ``lora`` compiles steps of training for an H100, for the memory in docs/training.md. All but
+``bounds`` need ``pip install ".[tpu]"`` or ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU
+on two cores, half of one for a GPU; what the same code has compiled before is not compiled again.
 """
 
 from __future__ import annotations
@@ -15,21 +19,38 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
 import canvax
+from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.families.known import PRESETS
+from canvax.families.known import FAMILIES, PRESETS
+from canvax.kernels.target import compiled_on
 from canvax.models.decode import decode_images
-from canvax.parallel.mesh import make_mesh
+from canvax.models.networks import Networks
+from canvax.models.text import encode_text
+from canvax.parallel.mesh import AXES, make_mesh
 from canvax.parallel.rules import abstract_params, device_bytes
+from canvax.planning.compiling import compile_programs
 from canvax.planning.flops import count_flops, evaluation_flops
+from canvax.planning.job import Job
+from canvax.planning.modes import modes
+from canvax.planning.plan import compiler_version
+from canvax.planning.program import ProgramPlan
 from canvax.planning.targets import parse_target
+from canvax.samplers import from_scheduler_config
+from canvax.train import low_rank, make_step
+from canvax.train.diffusion import denoising_loss
 
 
 class Case(NamedTuple):
@@ -84,18 +105,49 @@ GPU = [
     *(Case("sdxl", f"gpu-{name}", 8, 1024, 20) for name in ("l4", "a100-40gb", "h200")),
     Case("sdxl", "gpu-h100:8", 8, 1024, 30),
 ]
+DEPTHS = [
+    Case("flux1-dev", "tpu-v6e:1x1", 1, 1024, 28, 6.0, "torch_xla, 4 chips, an image on each", guided=False,
+         quantize="int8"),
+    Case("anima", "tpu-v6e:1x1", 1, 1024, 30),
+    Case("qwen-image-2.1", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("qwen-image", "tpu-v6e:1x1", 1, 1024, 50, quantize="int8"),
+    Case("anima", "tpu-v5e:1x1", 1, 1024, 30, 21.0, "a fork of MaxDiffusion"),
+    Case("qwen-image-2.1", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("qwen-image", "tpu-v5e:1x1", 1, 1024, 50, quantize="int8"),
+]  # fmt: skip
+PARTS = {"flux1-dev": 19, "anima": 14, "qwen-image-2.1": 16, "qwen-image": 30}
+"""How many of the first depth of ``depths`` are the whole network."""
+
+LORAS = [
+    ("sdxl", None), ("sdxl", "int8"), ("flux2-klein-4b", "int8"), ("flux2-klein-4b", None), ("z-image", "int8"),
+    ("z-image", None), ("krea-2", "int8"), ("krea-2", None),
+]  # fmt: skip
+"""Models and the kind of their frozen weights."""
+
+RANK = 16
 GIB = 2**30
 
 
 def main() -> None:
     """Plan each case, writing the results as they come; the tables go to stdout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("platform", choices=["tpu", "gpu", "bounds"])
+    parser.add_argument("platform", choices=["tpu", "gpu", "bounds", "depths", "lora"])
     parser.add_argument("--only", default="", help="cases whose model, target and batch contain this")
     parser.add_argument("--output", type=Path, help="also write everything as JSON")
     arguments = parser.parse_args()
     if arguments.platform == "bounds":
         print("\n".join(bounds(case for case in BOUNDS if arguments.only in f"{case.model} {case.target}")))
+        return
+    if arguments.platform == "depths":
+        for case in DEPTHS:
+            if arguments.only in f"{case.model} {case.target}":
+                print("\n".join(depths(case)), end="\n\n", flush=True)
+        return
+    if arguments.platform == "lora":
+        print("| model | weights | arguments GB | temporary GB | together GB |\n|---|---|---|---|---|")
+        for model, quantize in LORAS:
+            if arguments.only in f"{model} {quantize}":
+                print(lora(model, quantize), flush=True)
         return
     results = []
     for case in TPU if arguments.platform == "tpu" else GPU:
@@ -142,6 +194,110 @@ def bounds(cases: Iterable[Case]) -> list[str]:
             f"| {seconds(case.published)} |"
         )
     return lines
+
+
+def shallow(networks: Networks, parts: int, times: int) -> Networks:
+    """The networks with ``times`` of ``parts`` equal parts of each kind of the denoiser's layers."""
+    denoiser: Any = networks.denoiser
+    kinds = [name for name in ("num_layers", "num_single_layers") if hasattr(denoiser.cfg, name)]
+    cfg = replace(denoiser.cfg, **{name: getattr(denoiser.cfg, name) * times // parts for name in kinds})
+    return replace(networks, denoiser=replace(denoiser, cfg=cfg))
+
+
+def depths(case: Case) -> list[str]:
+    """A table of the programs, and of the places of the weights, from denoisers of two depths."""
+    networks, target, parts = PRESETS[case.model], parse_target(case.target), PARTS[case.model]
+    job = Job(networks, str(target), (1, 1), case.batch, case.side, case.side, case.guided, "bfloat16", case.quantize)
+    versions = {"canvax": canvax.__version__, "jax": jax.__version__, **compiler_version(target)}
+    compiled = partial(compile_programs, versions=versions, reuse=True, announce=progress)
+    specs, axes = networks.specs(case.quantize), {"data": 1, "model": 1}
+    weights = {name: device_bytes(spec, jnp.dtype("bfloat16"), axes) for name, spec in specs.items()}
+    streamed = sum(weights.values()) > target.chip.usable
+    one, two = (
+        compiled(replace(job, model=shallow(networks, parts, times), streamed=streamed), names=["denoise"])["denoise"]
+        for times in (1, 2)
+    )
+    numbers = [name for name, value in one.items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    found = {"denoise": {name: one[name] + (parts - 1) * (two[name] - one[name]) for name in numbers}}
+    progress(f"{case.model} on {target}: {found['denoise']}", 0.0)
+    found["decode"] = compiled(job, names=["decode"])["decode"]
+    mesh = make_mesh(jax.devices()[:1])
+    params = {name: abstract_params(spec, "bfloat16", mesh) for name, spec in networks.specs().items()}
+    latents = networks.latent_shape(case.batch, case.side, case.side)
+    encode = Programs(networks, mesh).wanted(params, latents, Kinds())["text encoder"]
+    flops = count_flops(partial(encode_text, cfg=networks.text), params, *encode.inputs)
+    size = sum(weights[name] for name in networks.text.names)
+    least = max(flops / target.chip.flops, size / target.chip.bandwidth)
+    found["encode"] = {
+        "compile_seconds": 0.0,
+        "flops": flops,
+        "hbm_bytes": size,
+        "argument_bytes": size,
+        "seconds": least,
+    }
+    runs = {"encode": 2 if case.guided else 1, "denoise": case.steps, "decode": 1}
+    programs = [ProgramPlan(name, runs[name], **found[name]) for name in runs]
+    held: dict[str, Any] = {"streamed": ["denoise"] * streamed, "quantize": case.quantize, "dtype": "bfloat16"}
+    estimate = sum(program.evaluations * (program.seconds or 0) + program.setup_seconds for program in programs)
+    bound = sum(program.evaluations * program.bound_seconds(target.chip) for program in programs)
+    lines = [f"{case.model} on {target}, {case.steps} steps: bound {bound:.2f} s, estimate {estimate:.2f} s"
+             + (f", published {case.published:.2f} s" if case.published else "")]  # fmt: skip
+    for program in programs:
+        lines.append(
+            f"| {program.name} | {program.evaluations} | {program.flops / 1e12:.2f} TFLOP "
+            f"| {program.hbm_bytes / 1e9:.1f} GB | {program.temporary_bytes / GIB:.2f} GiB "
+            f"| bound {program.bound_seconds(target.chip) * 1e3:.1f} | estimate {(program.seconds or 0) * 1e3:.1f} ms "
+            f"| before {program.setup_seconds * 1e3:.1f} ms |"
+        )
+    for mode in modes(networks, programs, target.chip, axes=axes, **held):
+        lines.append(
+            f"| {mode.place} | {mode.quantize or 'bfloat16'} | {mode.bytes / GIB:.1f} GiB "
+            f"| {'fits' if mode.fits else 'no'} | {mode.seconds:.2f} s |"
+        )
+    return lines
+
+
+def lora(model: str, quantize: str | None) -> str:
+    """A row with the memory of a step of training a LoRA with --remat, for one image of 1024 x 1024 on an H100."""
+    topology = topologies.get_topology_desc(**parse_target("gpu-h100").topology)
+    mesh = Mesh(np.asarray(topology.devices, dtype=object).reshape(1, 1), AXES)
+    networks, family = PRESETS[model], next(family for family in FAMILIES if model in family.presets)
+    component, unet, dtype, specs = networks.denoiser.component, networks.unet, jnp.bfloat16, networks.specs(quantize)
+    parts = [component, *(networks.text.names if unet else ())]  # a transformer's captions are encoded before
+    chosen = low_rank.targets({component: networks.denoiser.spec}, "attention", family.stacks)
+    config: Any = family.single_file.configs.get("scheduler") if family.single_file else None
+    config = config or {"_class_name": "EulerDiscreteScheduler"}
+    loss = denoising_loss(
+        networks.text if unet else None, unet or networks.denoiser, from_scheduler_config(config).schedule, gamma=None,
+        dtype=dtype, remat=True,
+        assemble=lambda trained, frozen: low_rank.with_factors(trained, frozen, chosen, scale=1.0),
+    )  # fmt: skip
+    step = make_step(loss, optax.adamw(1e-4))
+
+    def array(shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind)
+
+    if unet:
+        captions = {name: array((77,), jnp.int32) for name in networks.text.names}
+    else:
+        captions = {
+            name: array(leaf.shape[1:], leaf.dtype) for name, leaf in networks.text.conditions(1, [dtype]).items()
+        }
+    samples: dict[str, Any] = {
+        "latents": array((1, 1, *networks.latent_shape(1, 1024, 1024)[1:]), jnp.float16),
+        "captions": {name: array((1, 1, *leaf.shape), leaf.dtype) for name, leaf in captions.items()},
+    }
+    if unet:
+        samples["time_ids"] = array((1, networks.size_numbers), jnp.float32)
+    shared = {"empty": captions, "frozen": {name: abstract_params(specs[name], dtype, mesh) for name in parts}}
+    state = jax.eval_shape(step.init, jax.eval_shape(lambda: low_rank.new_factors(chosen, RANK, 0)))
+    compiled = compiled_on(mesh, step, state, samples, shared, jax.eval_shape(jax.random.key, 0), donate_argnums=0)
+    memory: Any = compiled.memory_analysis()
+    held, working = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return (
+        f"| {model} | {quantize or 'bfloat16'} | {held / 1e9:.1f} | {working / 1e9:.1f} "
+        f"| {(held + working) / 1e9:.1f} |"
+    )
 
 
 def progress(what: str, seconds: float | None) -> None:

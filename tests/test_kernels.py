@@ -139,6 +139,46 @@ def test_cudnn_reads_grouped_heads_as_they_are(shards: int, heads: list[int], mo
     assert asked == heads
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(64, 77), (63, 64), (63, 77)])
+@pytest.mark.parametrize("mask", [None, "lengths", "places"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradient_of_cudnn_for_odd_numbers(
+    queries: int, keys: int, mask: str | None, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX refuses the gradient for an odd number of queries or keys, such as the 77 of a prompt; its stand-in, too."""
+
+    def dot_product_attention(*qkv: jax.Array, bias: Any, implementation: str, **how: Any) -> jax.Array:
+        def plain(*operands: Any) -> jax.Array:
+            return real(*operands, implementation="xla", **how)
+
+        def forward(*operands: Any) -> Any:
+            if any(x.shape[1] % 2 for x in operands[:3]):
+                raise NotImplementedError
+            return jax.vjp(plain, *operands)
+
+        attend = jax.custom_vjp(plain)
+        attend.defvjp(forward, lambda gradient, g: gradient(g))
+        with jax.numpy_dtype_promotion("standard"):
+            return attend(*qkv, bias)
+
+    real = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    q, k, v = normal(2, queries, 2, 64), normal(2, keys, 2, 64), normal(2, keys, 2, 64)
+    bias = normal(2, 1, queries, keys) if biased else None
+    read = jnp.asarray(rng.random((2, keys)) < 0.5).at[:, 0].set(True)
+    lengths = jnp.array([5, keys], jnp.int32)
+    given = {"lengths": lengths, "places": read}.get(mask or "")
+    plain = {"lengths": jnp.arange(keys)[None] < lengths[:, None], "places": read}.get(mask or "")
+
+    def total(form: Callable[..., Any], mask: Any) -> Callable[..., Any]:
+        return lambda *qkv: jnp.sin(form(*qkv, mask=mask, bias=bias, scale=0.1)).sum()
+
+    got = jax.grad(total(gpu.attend_by_cudnn, given), (0, 1, 2))(q, k, v)
+    want = jax.grad(total(plain_attention, plain), (0, 1, 2))(q, k, v)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=ROUNDING)
+
+
 @pytest.mark.parametrize("fails", ["tracing", "compiling"])
 @pytest.mark.parametrize(
     ("error", "cured"),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -25,7 +24,6 @@ import safetensors.numpy
 import tokenizers
 import torch
 import transformers
-from diffusers.models.transformers import transformer_cosmos
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -49,6 +47,7 @@ from tests.support.ldm_files import ldm_vae
 from tests.support.memory import forget_programs
 
 from .reference import nchw, randomise
+from .transformers_reference import without_torchvision
 
 Arrays = dict[str, np.ndarray]
 Factors = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -543,10 +542,7 @@ class _Processor:
 
 
 def _open_anima(folder: Path) -> Any:
-    """The pipeline, with what it asks of torchvision: the mask of padding, in the size of the latents."""
-    resize = lambda mask, size, interpolation: torch.nn.functional.interpolate(mask, size=size)  # noqa: E731
-    kinds = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST=0))
-    transformer_cosmos.transforms = kinds  # type: ignore[attr-defined]
+    without_torchvision()
     pipe = modular.AnimaAutoBlocks().init_pipeline(str(folder))
     pipe.load_components(torch_dtype=torch.float32)
     return pipe

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from diffusers.models.transformers import transformer_cosmos
 
 from canvax.families.flux2 import NAMES
 from canvax.params import Param, Params, Spec, flatten, unflatten
@@ -64,3 +66,10 @@ def unfused(state: State, spec: Spec, rules: Sequence[Rule] | None = None) -> St
         assert ends[-1] == array.shape[rule.axis], name
         result |= zip(keys, np.split(array, ends[:-1], rule.axis), strict=True)
     return result
+
+
+def without_torchvision() -> None:
+    """Give Anima's transformer what it asks of torchvision: the mask of padding, in the size of the latents."""
+    resize = lambda mask, size, interpolation: torch.nn.functional.interpolate(mask, size=size)  # noqa: E731
+    kinds = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST=0))
+    transformer_cosmos.transforms = kinds  # type: ignore[attr-defined]
