@@ -580,3 +580,12 @@ def test_suggestions(name: str, wanted: dict[str, Any]) -> None:
     from canvax.weights.lora import suggested
 
     assert suggested(name, {}) == wanted
+
+
+@pytest.mark.parametrize("damage", ["[1]", '{"call": [1]}', "{", '{"call": {"num_inference_steps": [4]}}'])
+def test_a_training_records_the_suggestion(damage: str) -> None:
+    from canvax.weights.lora import RECORD, suggested
+
+    call = {"num_inference_steps": 4, "guidance_scale": 1.0}
+    assert suggested("ink", {RECORD: json.dumps({"call": call | {"prompt": "a cat"}})}) == call
+    assert suggested("ink", {RECORD: damage}) == {}
