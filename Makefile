@@ -39,13 +39,12 @@ test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
 # The linters and the documentation, side by side, since each uses one processor, while the other environments are downloaded;
-# the same tests and the slow ones; side by side again the browser, which waits, and the newest Python and JAX; the TPU's
-# compiler. Each ends with its own count.
+# and beside them the TPU's compiler; the same tests and the slow ones; side by side again the browser, which waits, and the
+# newest Python and JAX. Each ends with its own count.
 test-all: .venv/test-$(REFERENCE) .venv/docs
-	$(MAKE) -j 4 lint docs .venv-page/test $(if $(NEWEST),.venv-newest/test)
+	$(MAKE) -j 4 lint docs test-tpu .venv-page/test $(if $(NEWEST),.venv-newest/test)
 	$(MAKE) test-slow
 	$(MAKE) -j 2 --output-sync=target test-page test-newest
-	$(MAKE) test-tpu
 
 # The ordinary, the bad and the slow tests.
 test-slow: .venv/test-$(REFERENCE)
@@ -72,16 +71,17 @@ fuzz: .venv/test-$(REFERENCE)
 # What a new Python or JAX breaks first: the command line in a process, kernels, sharding, stored programs, several
 # processes in one run. .github/workflows runs all ordinary tests on that Python for each change, and with JAX of the
 # night each week.
-NEW := cache cli_process devices kernels sampler_programs
+NEW := cache.py cli_process.py sampler_programs.py kernels.py::test_flash_attention devices.py::test_same_picture \
+	devices.py::test_no_collective_over_data
 NEWEST_PYTHON := REFERENCE=no .venv-newest/bin/python
 test-newest:
 	$(if $(NEWEST),$(MAKE) .venv-newest/test,@echo "no python3.13 here: not tested with the newest Python and JAX")
-	$(if $(NEWEST),$(NEWEST_PYTHON) $(PYTEST) $(NEW:%=tests/test_%.py))
-	$(if $(NEWEST),$(NEWEST_PYTHON) -m pytest tests/test_multihost.py -m "slow and not weekly")
+	$(if $(NEWEST),$(NEWEST_PYTHON) $(PYTEST) $(NEW:%=tests/test_%))
+	$(if $(NEWEST),$(NEWEST_PYTHON) -m pytest tests/test_multihost.py -m "slow and not weekly" -k two_processes)
 
-# libtpu needs no TPU to compile for one.
-test-tpu: .venv/tpu
-	$(BIN)/python -m pytest tests/test_plan_compiled.py -m "not weekly"
+# libtpu needs no TPU to compile for one. In an environment of its own, so that no other test finds it.
+test-tpu: .venv-tpu/test
+	REFERENCE=no .venv-tpu/bin/python -m pytest tests/test_plan_compiled.py -m "not weekly"
 
 # The wheel as a stranger installs it: bare environment, no network when it draws. VERSIONS=lowest-direct installs the
 # oldest versions that pyproject.toml allows.
@@ -149,9 +149,10 @@ $(UV):
 	$(INSTALL) .venv --editable '.[docs]'
 	touch $@ .venv/runtime
 
-.venv/tpu: pyproject.toml | .venv/test-$(REFERENCE)
-	$(INSTALL) .venv --editable '.[tpu]'
-	touch $@ .venv/runtime
+.venv-tpu/test: pyproject.toml | $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv-tpu
+	$(INSTALL) .venv-tpu --editable '.[test,tpu]'
+	touch $@
 
 .venv-page/test: pyproject.toml | $(UV)
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv-page
@@ -168,4 +169,4 @@ $(UV):
 	touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-page out
+	rm -rf .venv .venv-newest .venv-page .venv-tpu out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import signal
 import tempfile
 from collections import Counter
@@ -41,6 +42,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from canvax.weights.location import BUNDLED
 from tests.support.bundled import PACKAGED
+from tests.support.memory import forget_programs
 from tests.support.random_numbers import begin_anew
 
 gc.set_threshold(200_000, 20, 100)  # else a third of the time in which all modules are imported
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
 AS_FOR_USERS = {"test_cli_process", "test_golden"}
 """Modules, in tests/parity too, whose programs and those of the processes they start are compiled as users' are."""
 
-AS_FOR_USERS_BEFORE_A_MERGE = {"test_batch", "test_image_to_image", "test_kernels", "test_pipeline"}
+AS_FOR_USERS_BEFORE_A_MERGE = {"test_kernels"}
 """Modules of which this holds in a run with slow tests."""
 
 OWN_CACHES = {"test_bench", "test_cache"}
@@ -85,10 +87,35 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("weekly")
 
 
+FAMILIES = r"anima|chroma|flux-\w+|flux[23](?:-base)?|krea2(?:-turbo)?|qwen(?:-edit|-turbo|-1\b)?|z-image"
+FAMILY = re.compile(rf"/test_families_\w+\.py::\w+\[({FAMILIES})")
+
+
+def unit(nodeid: str) -> str:
+    """Return what shares models and programs with a test: its file, and of files about all families its family."""
+    family = FAMILY.search(nodeid)
+    return f"{nodeid.partition('::')[0]} {family[1] if family else ''}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with the most slow tests come first: of two workers, none may be alone with a long one in the end."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("weekly"))
-    items.sort(key=lambda item: -slow[item.path])
+    """Units with the most slow tests come first: of two workers, none may be alone with a long one in the end."""
+    units = {item: unit(item.nodeid) for item in items}
+    slow = Counter(
+        units[item] for item in items if item.get_closest_marker("slow") or item.get_closest_marker("weekly")
+    )
+    items.sort(key=lambda item: (-slow[units[item]], units[item]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, a process gets one unit after the other."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
@@ -120,8 +147,7 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     jax.config.update("jax_disable_most_optimizations", False)
     use_folder(folder)
-    jax.clear_caches()
-    gc.collect()
+    forget_programs()
 
 
 @cache

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import shlex
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,23 @@ def test_the_file_of_a_folder_is_recorded(sd: canvax.Pipeline, loras: Path) -> N
     sd.adapters.load("ink", loras, weight_name="ink.safetensors")
     record = sd.adapters._record()["adapters"]["ink"]
     assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_prompt_that_names_a_few_step_adapter(beside: bool, sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
+    """A hint has the settings that it was made for, when it is loaded."""
+    (tmp_path / "ink-lcm.safetensors").write_bytes((loras / "ink.safetensors").read_bytes())
+    sd.adapters.folder = tmp_path
+    if beside:
+        sd.adapters.beside(rank=8)
+    prompts = ["a cat <lora:ink-lcm>", "a dog <lora:ink-lcm>"]
+    with pytest.warns(HintWarning, match="num_inference_steps=4") as seen:
+        sd(prompts, **STEPS | {"seed": [1, 2]})
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HintWarning)
+        sd(prompts, **STEPS | {"seed": [1, 2]})
+    sd.adapters.beside(None)
 
 
 def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.Pipeline, loras: Path) -> None:

@@ -205,7 +205,7 @@ slow = pytest.mark.slow
 def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
     with serving(cwd=tmp_path, environment={"CANVAX_KEYS": f"alice:{KEY}"}) as served, served.ready() as http:
         http.headers["X-API-Key"] = KEY
-        body = {"prompt": "a zebra", "n": 4, "steps": 150, "seed": 1}
+        body = {"prompt": "a zebra", "n": 2, "steps": 100, "seed": 1}
         job = http.post("/api/jobs", json=body, headers={"x-request-id": "mine"}).json()
         with http.stream("GET", f"/api/jobs/{job['id']}/events") as events:
             served.send(signal.SIGTERM)

@@ -145,15 +145,13 @@ def test_tutorials(page: str, emoji: canvax.Pipeline, monkeypatch: pytest.Monkey
 
 
 def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every block runs; the trained numbers are those of the data."""
+    """The block runs; the trained numbers are those of the data."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    first, second = blocks(ROOT / "docs" / "training.md")
+    (block,) = blocks(ROOT / "docs" / "training.md")
     with jax.numpy_rank_promotion("allow"):
-        exec(first, names)
-        np.testing.assert_allclose(names["trained"]["w"], range(8), atol=0.05)
-        exec(second, names)
-    np.testing.assert_allclose(names["state"]["maker"].params["mean"], 3, atol=0.3)
+        exec(block, names)
+    np.testing.assert_allclose(names["trained"]["w"], range(8), atol=0.05)
 
 
 @pytest.mark.slow

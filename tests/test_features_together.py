@@ -80,7 +80,7 @@ EVERY_ROW = pytest.mark.parametrize(
     "row",
     [
         pytest.param(
-            row, id=named(row), marks=[] if row in SAMPLE else pytest.mark.weekly if i % 12 else pytest.mark.slow
+            row, id=named(row), marks=[] if row in SAMPLE else pytest.mark.weekly if i % 24 else pytest.mark.slow
         )
         for i, row in enumerate(ROWS)
     ],

@@ -68,7 +68,7 @@ def test_masks_of_one_colour(emoji: canvax.Pipeline, apple: Image.Image) -> None
     np.testing.assert_array_equal(array(kept.images[0]), array(apple))
     white = Image.new("L", apple.size, 255)
     whole = draw(emoji, image=apple, mask=white)  # strength 1: nothing is owed to the image
-    np.testing.assert_array_equal(whole.latents, draw(emoji).latents)
+    np.testing.assert_allclose(whole.latents, draw(emoji).latents, atol=1e-4)
     partly = draw(emoji, image=apple, mask=white, strength=0.75)
     np.testing.assert_allclose(partly.latents, draw(emoji, image=apple, strength=0.75).latents, atol=1e-5)
 

@@ -162,6 +162,24 @@ def test_training(tmp_path: Path) -> None:
     alone, _ = training_hosts_worker.train(tmp_path / "alone", training_hosts_worker.data())
     for process in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"run-{process}.npy"), alone["w"], rtol=1e-5)
+    # Parameters that both share: the numbers of one process, which can also go on from their state.
+    params, finished = training_hosts_worker.share(tmp_path / "alone-shared")
+    assert finished
+    losses = [line["loss"] for line in read_log(tmp_path / "alone-shared" / "log.jsonl")]
+    for name in ("shared", "resumed"):
+        np.testing.assert_allclose([line["loss"] for line in read_log(folder / name / "log.jsonl")], losses, atol=1e-5)
+        for process in range(2):
+            with np.load(tmp_path / f"run-{name}-{process}.npz") as found:
+                for want, got in zip(jax.tree.leaves(params), found.values(), strict=True):
+                    np.testing.assert_allclose(got, want, atol=1e-5)
+    shared = [folder / name / "state.safetensors" for name in ("shared", "resumed")]
+    assert shared[0].read_bytes() == shared[1].read_bytes()
+    went_on, finished = training_hosts_worker.share(folder / "one")
+    assert finished
+    jax.tree.map(lambda want, got: np.testing.assert_allclose(got, want, atol=1e-5), params, went_on)
+    with np.load(folder / "shared" / "saved.npz") as there, np.load(tmp_path / "alone-shared" / "saved.npz") as wanted:
+        for name in wanted:
+            np.testing.assert_allclose(there[name], wanted[name], atol=1e-5)
     assert "step 6 of 6" in runs[0].stderr
     assert "toy" not in runs[1].stderr
 

@@ -1170,6 +1170,7 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.page.wait_for_selector("#control-remove", state="visible")
     site.page.click("#adapters summary")
     site.page.select_option("#adapter-add", "ink")
+    assert "Trained with ink. Made for sampler LCM, steps 4." in site.page.inner_text("#adapter-list")
     site.page.fill("#prompt", "")
     site.give(data=data)
     site.page.wait_for_selector("text=Settings restored")

@@ -42,6 +42,24 @@ def test_it_is_the_run_of_the_pipeline(pipe: canvax.Pipeline, arguments: dict[st
     np.testing.assert_allclose(got.latents, want.latents, atol=1e-5)
 
 
+def test_a_start_is_an_argument_of_a_program(pipe: canvax.Pipeline) -> None:
+    """Of one program for other prompts, seeds and samplers; its rule of guidance is a part of the program."""
+    traced = []
+
+    @jax.jit
+    def run(params: Any, start: Any) -> Any:
+        traced.append(start)
+        return canvax.rollout(pipe, params, *start).latents
+
+    asked: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 3.0}
+    starts = [pipe.start(PROMPTS, seed=[3, 8], **asked), pipe.start(PROMPTS, seed=[1, 2], sampler="Euler", **asked)]
+    starts.append(pipe.start(PROMPTS, seed=[3, 8], guidance_method="apg", guidance_settings={"eta": 0.5}, **asked))
+    for start in starts:
+        want = canvax.rollout(pipe, pipe.params, *start).latents
+        np.testing.assert_allclose(run(pipe.params, start), want, atol=1e-4)
+    assert len(traced) == 2
+
+
 def test_the_bundled_model(emoji: canvax.Pipeline) -> None:
     asked: dict[str, Any] = {"seed": 1, "num_inference_steps": 3, "sampler": "Euler a"}
     want = emoji("a red apple", progress=False, **asked)

@@ -191,7 +191,8 @@ def test_the_list(server: tuple[httpx.Client, ImageEngine], folder: Path) -> Non
     client, _ = server
     told = {one["name"]: one for one in client.get("/sdapi/v1/loras").json()}
     assert set(told) == {*NAMES, "knit"}  # a file that is no adapter is not offered
-    assert told["ink"] == {"name": "ink", "alias": "ink-v1", "path": "ink.safetensors", "metadata": {}}
+    assert told["ink"]["path"] == "ink.safetensors"
+    assert (told["ink"]["alias"], told["ink"]["metadata"]) == ("ink-v1", {"ss_output_name": "ink-v1"})
     (folder / "ink.safetensors").rename(folder / "tusche.safetensors")
     try:
         assert client.post("/sdapi/v1/refresh-loras").status_code == 200
@@ -263,6 +264,20 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.Pipeline, tmp_path: P
         "deep/ink": deeper.sha256,
     }
     assert {entry["a1111_hash"] for entry in told.values()} == {upper.a1111_hash, deeper.a1111_hash}
+
+
+def test_clients_see_what_an_adapter_is_for(folder: Path, emoji: canvax.Pipeline, tmp_path: Path) -> None:
+    """Words, settings of a few steps, and a schedule that places leave alone; a damaged record is not offered."""
+    record = {"scheduler": {"prediction_type": "epsilon", "beta_schedule": "scaled_linear"}, "steps": 9}
+    stated = {"ss_tag_frequency": '{"3_ink": {"ink": 3, "cat": 9}}', "modelspec.thumbnail": "x" * 99_999}
+    for name, text in (("ink-lcm", json.dumps(record)), ("bad", "[]")):
+        arrays = load_file(folder / "ink.safetensors")
+        save_file(arrays, tmp_path / f"{name}.safetensors", {**stated, "canvax.training": text, "other": "o"})
+    (card,) = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(tmp_path, places=PLACES)).cards()
+    assert (card.name, card.alias, list(card.trigger_words)) == ("ink-lcm", "ink-lcm", ["cat", "ink"])
+    assert card.suggested["sampler"] == "LCM"
+    assert card.without_effect == {"prediction_type": "epsilon"}  # the other is the model's
+    assert card.metadata.keys() == {"ss_tag_frequency", "canvax.training"}
 
 
 def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Pipeline) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 DESCRIBED = json.loads(json.dumps(description([path for api in APIS for path in api.routes(StubEngine())])))
 SCHEMA = schemathesis.openapi.from_dict(DESCRIBED)
 OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
-EXAMPLES = int(os.environ.get("CANVAX_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("CANVAX_EXAMPLES", "30"))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import permutations
+from itertools import compress, permutations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -22,14 +23,15 @@ from PIL import Image
 import canvax
 from canvax.errors import CheckpointError, HintWarning, InputError
 from canvax.models.clip import clip_encoders
+from canvax.models.denoiser import UNetDenoiser
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers.schedule import NoiseSchedule, make_betas
-from canvax.train import diffusion, inputs, task
+from canvax.train import diffusion, inputs, kohya, task
 from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
 from canvax.train.dataset import Dataset
 from canvax.train.diffusion import denoising_data, denoising_loss, draw, validation_errors
 from canvax.train.finetune import finetune
-from canvax.train.inputs import Item, evened, held_out, items_of, shuffled
+from canvax.train.inputs import Item, evened, held_out, items_of, varied
 from canvax.train.kept import Store
 from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
 from canvax.train.lora import Lora, train_lora
@@ -38,6 +40,7 @@ from canvax.train.session import batch_indices, differences
 from canvax.train.state import save_state
 from canvax.train.task import Subject, Training
 from canvax.train.validation import Validation
+from canvax.weights.lora import trigger_words
 from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata, write_safetensors
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, UNET, write_small_checkpoint
@@ -275,6 +278,51 @@ def test_the_file_has_the_settings_of_its_run(tmp_path: Path) -> None:
     assert not settings.keys() & {"empty", "gamma", "model", "pictures", "folder"}
 
 
+def test_kohya_and_a1111_know_its_facts(tmp_path: Path) -> None:
+    """By the names of sd-scripts, and in the forms that A1111 reads."""
+    write_shapes(tmp_path / "p" / "3_ink", a=(96, 32), b=(64, 64))
+    write_shapes(tmp_path / "p" / "moss", c=(64, 64))
+    for name, text in {"3_ink/a": "Ink, a cat", "3_ink/b": "ink,a dog, ink", "moss/c": "moss"}.items():
+        (tmp_path / "p" / f"{name}.txt").write_text(text)
+    write_shapes(tmp_path / "reg", d=(64, 64))
+    fitted = partial(nearest_bucket, sizes=bucket_sizes(64, 16))
+    own, of_class = (items_of(open_pictures(tmp_path / name), fitted) for name in ("p", "reg"))
+    facts = kohya.facts_of_images([*own, *(replace(item, repeats=7) for item in of_class)], 64, PLAN)
+    tables = {name: json.loads(text) for name, text in facts.items() if text.startswith("{")}
+    ink = {"ink": 2, "a cat": 1, "a dog": 1}
+    assert tables["ss_tag_frequency"] == {"3_ink": ink, "moss": {"moss": 1}}
+    assert tables["ss_dataset_dirs"]["3_ink"] == {"n_repeats": 3, "img_count": 2}
+    buckets = [(each["resolution"], each["count"]) for each in tables["ss_bucket_info"]["buckets"].values()]
+    assert sorted(buckets) == [([64, 64], 11), ([96, 32], 3)]
+    assert (facts["ss_num_train_images"], facts["ss_num_reg_images"], facts["ss_num_epochs"]) == ("7", "7", "1")
+    assert facts["ss_resolution"] == "(64, 64)"
+    assert trigger_words(facts)[0] == "ink"
+
+
+@pytest.mark.parametrize(
+    ("width", "prediction", "version", "architecture"),
+    [
+        (768, "epsilon", "sd_v1", "stable-diffusion-v1/lora"),
+        (1024, "epsilon", "sd_v2", "stable-diffusion-v2-512/lora"),
+        (1024, "v_prediction", "sd_v2_v", "stable-diffusion-v2-768-v/lora"),
+        (2048, "epsilon", "sdxl_base_v1-0", "stable-diffusion-xl-v1-base/lora"),
+        (32, "epsilon", None, None),
+    ],
+)
+def test_its_base_model_is_stated(width: int, prediction: Any, version: Any, architecture: Any, tmp_path: Path) -> None:
+    """A1111 hides LoRAs that do not state the version of the loaded model."""
+    denoiser = UNetDenoiser(replace(UNET, cross_attention_dim=width))
+    scheduler = SimpleNamespace(schedule=replace(SCHEDULE, prediction_type=prediction))
+    model: Any = SimpleNamespace(networks=SimpleNamespace(denoiser=denoiser), scheduler=scheduler)
+    run = training(tmp_path, tmp_path, tmp_path, tag_dropout=0.2, plan=replace(PLAN, accumulate=3))
+    facts = kohya.facts_of_settings(run, model)
+    assert (facts.get("ss_base_model_version"), facts.get("modelspec.architecture")) == (version, architecture)
+    assert facts.get("ss_v2") == (None if version is None else str(width == 1024))
+    assert facts["modelspec.prediction_type"] == ("v" if prediction == "v_prediction" else "epsilon")
+    wanted = {"ss_total_batch_size": "6", "ss_caption_tag_dropout_rate": "0.2", "ss_lr_scheduler": "constant"}
+    assert facts | wanted == facts
+
+
 # References
 
 
@@ -421,7 +469,29 @@ def test_tags_are_shuffled_in_each_step(model: Path, tmp_path: Path, monkeypatch
     wanted = {tokenizer([text], length=ids.shape[-1])[0].tobytes() for text in every}
     assert seen <= wanted
     assert len(seen) > 6
-    assert shuffled("a, b", 5, np.random.default_rng(0)) == "a, b"
+    assert varied("a, b", np.random.default_rng(0), keep=5) == "a, b"
+
+
+def test_tags_are_left_out_in_each_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At their rate, in their order, never the first; and a step has the same ones again."""
+    got = fitted(monkeypatch)
+    pictures = write_shapes(tmp_path / "p", a=(64, 64), b=(64, 60))
+    for name in "ab":
+        (pictures / f"{name}.txt").write_text("ink, red ,green,blue")
+    run = training(model, pictures, tmp_path / "run", tag_dropout=0.25, keep_tokens=1)
+    train_lora(run, Lora(rank=2), one())
+    tokenizer = canvax.load(model, mesh=one()).model.tokenizers["text_encoder"]
+    drawn = [np.asarray(got["data"](step)["captions"]["text_encoder"])[:, 0] for step in range(40)]
+    np.testing.assert_array_equal(drawn[7], np.asarray(got["data"](7)["captions"]["text_encoder"])[:, 0])
+    tags, length = ["red", "green", "blue"], drawn[0].shape[-1]
+    counts = {}
+    for chosen in product([True, False], repeat=3):
+        text = ", ".join(["ink", *compress(tags, chosen)])
+        counts[tokenizer([text], length=length)[0].tobytes()] = sum(chosen)
+    kept = [counts[row.tobytes()] for rows in drawn for row in rows]
+    assert 0.68 < np.mean(kept) / 3 < 0.82
+    with refused("keep_tokens"):
+        replace(run, tag_dropout=0.0)
 
 
 def test_noise_offset_is_the_same_all_over_a_channel() -> None:

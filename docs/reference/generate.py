@@ -25,7 +25,7 @@ from canvax.server.app import APIS, operations
 from canvax.server.jobs import State
 from canvax.server.metrics import Metrics
 from canvax.server.openapi import description
-from canvax.settings import Declared, aliases, declared, markdown
+from canvax.settings import aliases, declared, markdown
 
 FOLDER = Path(__file__).parent
 WRITTEN = "<!-- Written by docs/reference/generate.py: change the code, then run it. -->"
@@ -92,8 +92,10 @@ def _shared(commands: Mapping[str, Mapping[str, list[Row]]]) -> dict[str, list[R
                 having.setdefault(row, []).append((name, title))
     shared: dict[str, dict[str, Row]] = {}
     for row, places in sorted(having.items(), key=lambda item: -len(item[1])):
-        trains = all(name.startswith("train ") for name, _ in places)
-        title = "training" if trains else next((title for _, title in places if title not in _UNTITLED), "")
+        names = {name for name, _ in places}
+        title = next((title for _, title in places if title not in _UNTITLED), "")
+        if all(name.startswith("train ") for name in names):
+            title = "training a LoRA" if names == {"train lora", "train dreambooth"} else "training"
         if len(places) > 1 and title:
             shared.setdefault(title, {}).setdefault(_name(row), row)
     order = list(having)
@@ -152,31 +154,23 @@ def settings() -> str:
     for alias, name in aliases(OptionRecord).items():
         others[name].append(f"`{alias}`")
     for name, field in declared(OptionRecord).items():
-        rows.append((f"`{name}`", _flags_of(field), ", ".join(others[name])))
+        flags = [f"`{flag}`" for flag in field.setting.flags if flag != f"--{name.replace('_', '-')}"]
+        if flags or others[name]:
+            rows.append((f"`{name}`", ", ".join(flags), ", ".join(others[name])))
     return "\n\n".join([
         "# Settings",
         "The arguments of `canvax.load`, and the fields of `canvax.Options`.",
         "## Loading a model",
-        "[Loading](../loading.md) explains them. Each command that opens a model has these flags, except those "
-        "that change nothing there: `compile` lacks `--offload` and `--safety-checker`, since programs are the "
-        "same; `bench` lacks `--safety-checker` and `--controlnet`, since it times images without them; `info` and "
-        "`plan` show the memory with and without `--offload`; `plan` and `convert` lack what changes neither a "
-        "plan nor a file. In `canvax train`, `--token` and `--text-encoder` mean other things, and parts of a "
-        "model cannot be replaced.",
+        "[Loading](../loading.md) explains them. Commands have the flags that matter to them: "
+        "[command line](command-line.md). In `canvax train`, `--token` and `--text-encoder` mean other things.",
         markdown(Load).strip(),
         "## Options",
         "[The pipeline](../pipeline.md#options) says where they can be given.",
         markdown(OptionRecord).strip(),
         "## Names elsewhere",
-        table(("Option", "Command line", "Names of other programs"), rows),
+        "The flag of `guidance_scale` is `--guidance-scale`, and so on. Other names:",
+        table(("Option", "Other flags", "Names of other programs"), rows),
     ])  # fmt: skip
-
-
-def _flags_of(field: Declared) -> str:
-    if "command" in field.setting.closed:
-        return ""
-    flags = field.setting.flags or (f"--{field.name.replace('_', '-')}",)
-    return ", ".join(f"`{flag}`" for flag in flags)
 
 
 def samplers() -> str:
@@ -208,10 +202,11 @@ def http_api() -> str:
     parts = [
         "# HTTP API",
         "The same as `/openapi.json` of a running server, which leaves out aliases and routes without an effect. "
-        "[A server and a page](../serving.md) explains how to use it. "
-        "Only `canvax ui` has `/api/images`. [Errors](../serving.md#errors) have the same codes on all routes. "
-        "Fields with the name of an option mean what [the settings](settings.md) say; [jobs](../serving.md#jobs) "
-        "explains the others, and the answers.",
+        "[A server and a page](../serving.md) explains how to use it. `/v1` is for OpenAI's clients, `/sdapi` and "
+        "`/controlnet` for A1111's, `/hf` and `/models` for those of Hugging Face. Only `canvax ui` has "
+        "`/api/images`. [Errors](../serving.md#errors) have the same codes on all routes. Fields with the name of an "
+        "option mean what [the settings](settings.md) say; [jobs](../serving.md#jobs) explains the others, and the "
+        "answers. `text (200)` has at most 200 characters.",
     ]
     rows = [
         (f"`{method.upper()} {path}`", operation["summary"])
@@ -232,7 +227,7 @@ def http_api() -> str:
                 more = [row for row in rows if row not in bodies.get(base, [])]
                 parts.append(f"## Body of `{path}`")
                 parts += [f"As for `{base}`{', with:' if more else '.'}"] if base else []
-                parts += [table(("Field", "Type", "Default"), more)] if more else []
+                parts += [table(("Field", "Value"), more)] if more else []
                 bodies[path] = rows
     return "\n\n".join(parts)
 
@@ -247,8 +242,8 @@ def _named(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
-        default = field.get("default")
-        yield f"`{name}`", _kind(field, schemas), "required" if name in required else f"`{default}`" if default else ""
+        default = f"; default `{field['default']}`" if field.get("default") else ""
+        yield f"`{name}`", _kind(field, schemas) + ("; required" if name in required else default)
 
 
 def _kind(field: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
@@ -263,13 +258,12 @@ def _kind(field: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     kind = field.get("type", "any")
     if kind == "array":
         return f"list of {_kind(field['items'], schemas)}" if field.get("items") else "list"
-    limits = [f"{sign} {field[key]:g}" for key, sign in _LIMITS.items() if key in field]
-    return " ".join([str(kind), *([f"({', '.join(limits)})"] if limits else [])])
-
-
-_LIMITS = {
-    "minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "maxLength": "characters ≤",
-}  # fmt: skip
+    if kind == "string":
+        return f"text ({field['maxLength']})" if "maxLength" in field else "text"
+    least, most = field.get("minimum", field.get("exclusiveMinimum")), field.get("maximum")
+    limits = "" if least is None else f"{least:g} or more" if most is None else f"{least:g}..{most:g}"
+    without = "without 0" if "exclusiveMinimum" in field else ""
+    return ", ".join(filter(None, ("whole number" if kind == "integer" else kind, limits, without)))
 
 
 def metrics() -> str:

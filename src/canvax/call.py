@@ -171,48 +171,47 @@ class Load:
     """The arguments of ``canvax.load``. Files, Hub ids and values of JAX are checked when they are used."""
 
     model: Any = setting(
-        "emoji", "a folder, a safetensors or GGUF file, a Hub id owner/name, or emoji, which is in the package",
+        "emoji", "a folder, a safetensors or GGUF file, a Hub id owner/name, or emoji",
         group=MODEL, metavar="MODEL", flags=("-m", "--model"),
     )  # fmt: skip
     dtype: Any = setting(
-        None, "float32, bfloat16 or float16, of weights and activations",
-        unset="bfloat16 on TPU and GPU, float16 before Ampere, float32 on the CPU", group=MODEL, metavar="DTYPE",
+        None, "float32, bfloat16 or float16", unset="bfloat16; before Ampere float16; on a CPU float32", group=MODEL,
+        metavar="DTYPE",
     )  # fmt: skip
     quantize: Quantize | None = setting(
         None,
-        "int8 or float8: large weights in 8 bits, to save memory; int8-w8a8 or float8-w8a8: matmuls in 8 bits as well",
+        "int8 or float8: large weights in 8 bits; int8-w8a8 or float8-w8a8: matmuls as well",
         group=MODEL, metavar="KIND",
     )  # fmt: skip
     precision: str | None = setting(
-        None, "matmul precision of JAX; highest for real float32 on TPU and GPU", unset="JAX's default", group=MODEL,
+        None, "matmul precision; highest for real float32 on TPU and GPU", unset="JAX's default", group=MODEL,
         metavar="NAME",
     )  # fmt: skip
     safety_checker: bool | None = setting(
-        None, "check images with the model's safety checker, which makes refused images black", group=MODEL,
+        None, "make images black that the model's safety checker refuses", group=MODEL,
     )  # fmt: skip
     prediction_type: PredictionType | None = setting(
-        None, "epsilon or v_prediction, if the model's config lacks it or is wrong", group=MODEL, metavar="TYPE",
+        None, "epsilon or v_prediction, if the config lacks it or is wrong", group=MODEL, metavar="TYPE",
     )  # fmt: skip
     scheduler: Any = setting(
         None,
-        "for a model that was trained with zero terminal SNR, if its files do not say so; in Python any fields of "
-        "scheduler_config.json", group=MODEL,
+        "for zero terminal SNR that the files do not state; in Python any fields of scheduler_config.json", group=MODEL,
         flags=("--zero-snr",), const=ZERO_SNR,
     )  # fmt: skip
     vae: Any = setting(
-        None, "another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
+        None, "another autoencoder: a folder, Hub id or safetensors file",
         group=MODEL, metavar="VAE",
     )  # fmt: skip
     text_encoder: Any = setting(
-        None, "the language model for a transformer in one file: a file, a folder or a Hub id", group=MODEL,
+        None, "language model for a transformer in one file: a file, folder or Hub id", group=MODEL,
         metavar="FILE",
     )  # fmt: skip
     text_encoder_2: Any = setting(
-        None, "T5 as the second text encoder of FLUX.1, as text_encoder, which then is CLIP", group=MODEL,
+        None, "T5 of FLUX.1, whose text_encoder is CLIP", group=MODEL,
         metavar="FILE",
     )  # fmt: skip
     tokenizer: Any = setting(
-        None, "the language model's tokenizer: a folder or a Hub id", unset="the text encoder's, if it has one",
+        None, "tokenizer of the language model: a folder or Hub id", unset="the text encoder's",
         group=MODEL, metavar="FOLDER",
     )  # fmt: skip
     revision: str | None = setting(
@@ -222,12 +221,12 @@ class Load:
     cache_dir: Any = setting(None, "folder of the files from the Hub", group=MODEL, metavar="FOLDER")
     local_files_only: bool = setting(False, "never ask the Hub", group=MODEL)
     token: Any = setting(
-        None, "Hub token; prefer the variable HF_TOKEN, since other users can see a command line",
+        None, "Hub token; prefer HF_TOKEN, since other users see a command line",
         group=MODEL, metavar="TOKEN",
     )  # fmt: skip
     progress: bool = setting(True, "show downloads on stderr", group=PYTHON, closed={"command": "--quiet"})
     controlnet: Any = setting(
-        None, "a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file", group=CONTROL, metavar="NET",
+        None, "ControlNet or T2I-Adapter: a folder, Hub id or safetensors file", group=CONTROL, metavar="NET",
         flags=("--controlnet", "--control-net"), repeats=True,
     )  # fmt: skip
     mesh: Any = setting(
@@ -236,8 +235,8 @@ class Load:
     )  # fmt: skip
     offload: Offload = setting(
         False,
-        "keep weights in the host's memory; the devices only hold those of the network that runs, or with 'layers' of "
-        "two layers", group=DEVICES,
+        "keep weights in the host's memory, except those of the network that runs, or with 'layers' of two layers",
+        group=DEVICES,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -262,11 +261,11 @@ class LoadFlags:
     """Flags of models in addition to ``Load``: two of them are arguments of ``pipe.with_ip_adapter``."""
 
     data_dir: str | None = setting(
-        None, "folder of models in the layout of A1111 or ComfyUI; its files can be given by name",
+        None, "folder of A1111 or ComfyUI, whose models can be given by name",
         unset="CANVAX_DATA_DIR", group=MODEL, metavar="FOLDER",
     )  # fmt: skip
     ip_adapter: Any = setting(
-        None, "an IP-Adapter, which reads image prompts: a safetensors file, here or OWNER/NAME/FILE on the Hub",
+        None, "IP-Adapter: a safetensors file, here or OWNER/NAME/FILE on the Hub",
         group=PROMPTS, metavar="FILE", repeats=True,
     )  # fmt: skip
     ip_encoder: str | None = setting(
@@ -284,24 +283,23 @@ class Call:
         flags=("-N", "--negative-prompt", "--negative"), also=("negative", "neg_prompt"),
     )  # fmt: skip
     height: int | None = setting(
-        None, "a multiple of 8, 16 or 32, as the model needs", low=8, high=MAX_SIDE, unset="the model's default",
+        None, "multiple of 8, 16 or 32", low=8, high=MAX_SIDE, unset="the model's",
         group=SUBJECT, metavar="PIXELS", flags=("-H", "--height"), also=("H",),
     )  # fmt: skip
     width: int | None = setting(
-        None, "a multiple of 8, 16 or 32, as the model needs", low=8, high=MAX_SIDE, unset="the model's default",
+        None, "multiple of 8, 16 or 32", low=8, high=MAX_SIDE, unset="the model's",
         group=SUBJECT, metavar="PIXELS", flags=("-W", "--width"), also=("W",),
     )  # fmt: skip
     num_inference_steps: int | None = setting(
-        None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, high=MOST_STEPS,
-        cure="20 to 50 is usual", unset="the model's default, else 50", group=SAMPLING, metavar="N",
+        None, "sampler steps, at most 1000", low=1, high=MOST_STEPS,
+        cure="20 to 50 is usual", unset="the model's, else 50", group=SAMPLING, metavar="N",
         flags=("--steps", "--num-inference-steps"), also=("steps", "num_steps", "sampling_steps"), infotext="Steps",
     )  # fmt: skip
     guidance_scale: float | None = setting(
         None,
-        "scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves "
-        "the work and is another program",
+        "strength of guidance; 1 or less (0 for Z-Image and Krea 2): none, in another program of half the work",
         low=-MOST_GUIDANCE, high=MOST_GUIDANCE, cure="7.5 is usual",
-        unset="the model's default, else 7.5", group=SAMPLING, metavar="G",
+        unset="the model's, else 7.5", group=SAMPLING, metavar="G",
         flags=("-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg"), also=("cfg", "cfg_scale", "guidance"),
         infotext="CFG scale",
     )  # fmt: skip
@@ -311,32 +309,32 @@ class Call:
         closed={"file": "a row is one image"},
     )  # fmt: skip
     seed: int | None = setting(
-        None, "image i uses SEED + i", low=-1, high=MAX_SEED, unset="-1, the default: random", group=SUBJECT,
+        None, "image i uses SEED + i", low=-1, high=MAX_SEED, unset="-1: random", group=SUBJECT,
         metavar="SEED", flags=("-s", "--seed"), infotext="Seed",
     )  # fmt: skip
     sampler: str | None = setting(
-        None, "see canvax samplers", unset="the model's default", group=SAMPLING, metavar="NAME",
+        None, "see canvax samplers", unset="the model's", group=SAMPLING, metavar="NAME",
         flags=("--sampler", "--scheduler"), also=("scheduler", "sampler_name"), infotext="Sampler",
     )  # fmt: skip
     latents: Any = setting(None, "initial noise", group=PYTHON, closed={"command": _IN_PYTHON, "file": _IN_PYTHON})
     options: Any = setting(None, "options", group=PYTHON, closed={"command": _IN_PYTHON, "file": _IN_PYTHON})
     image: Any = setting(
-        None, "begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or --mask; its "
-        "size is generated unless -W and -H say otherwise", group=IMAGE, metavar="FILE",
+        None, "begin from this image, at its size without -W and -H; a model that edits reads it without --strength "
+        "and --mask", group=IMAGE, metavar="FILE",
         flags=("--image", "--init-image", "--init-img"), also=("init_image", "input_image", "images"),
     )  # fmt: skip
     mask: Any = setting(
-        None, "white is generated, black is kept; of the image's size", group=IMAGE, metavar="FILE",
+        None, "mask of the image's size: white is generated", group=IMAGE, metavar="FILE",
         flags=("--mask", "--mask-image"), also=("mask_image",),
     )  # fmt: skip
     strength: float | None = setting(
-        None, "the part of the run to do", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
+        None, "part of the run to do", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
         unset=f"{STRENGTH:g}; with a mask {STRENGTH_OF_MASKED:g}", group=IMAGE,
         flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
     )  # fmt: skip
     control: Any = setting(
         None,
-        "the image that the ControlNet reads, such as edges; none for no image; for several types TYPE=FILE,TYPE=FILE",
+        "image that the network reads; none for no image; for several types TYPE=FILE,TYPE=FILE",
         group=CONTROL, metavar="FILE", repeats=True, flags=("--control", "--control-image"),
         also=("control_image", "controlnet_image", "adapter_image"),
     )  # fmt: skip
@@ -355,7 +353,7 @@ class Enlarging:
         cure="0.3 is usual",
     )  # fmt: skip
     overlap: int | None = setting(
-        None, "the fewest pixels that neighbouring tiles share", low=1, high=MAX_SIDE, unset="three eighths of a tile",
+        None, "fewest pixels that tiles share", low=1, high=MAX_SIDE, unset="three eighths of a tile",
         metavar="PIXELS",
     )  # fmt: skip
     batch: int = setting(4, "tiles at once", low=1, high=MOST_IMAGES, metavar="N", flags=("-b", "--batch-size"))
@@ -370,11 +368,11 @@ class FromFiles:
     """Settings of flags and rows of files that replace arguments with images."""
 
     reference: Any = setting(
-        None, "a further reference image for a model that edits images; the first is --image", group=IMAGE,
+        None, "further reference image for a model that edits; --image is the first", group=IMAGE,
         metavar="FILE", repeats=True, also=("references",),
     )  # fmt: skip
     control_from: str | None = setting(
-        None, "make the control image from this image first: canny, invert, ...", group=CONTROL, metavar="KIND",
+        None, "make the control image first: canny, invert, ...", group=CONTROL, metavar="KIND",
     )  # fmt: skip
     ip_image: Any = setting(
         None, "an image prompt, with its strength (1): photo.png:0.6", group=PROMPTS, metavar="FILE[:X]", repeats=True,
@@ -394,44 +392,44 @@ class OptionRecord:
         cure="leave it out for the sampler's own", group=SAMPLING, also=("ddim_eta",), infotext="Eta", per_image=True,
     )  # fmt: skip
     spacing: Spacing | None = setting(
-        None, "spacing of the timesteps: leading, trailing or linspace", unset="the model's default", group=SAMPLING,
+        None, "spacing of the timesteps: leading, trailing or linspace", unset="the model's", group=SAMPLING,
         metavar="KIND", hint_without=("free spacing",), per_image=True,
     )  # fmt: skip
     sigmas: str | Sequence[float] | None = setting(
-        None, "sigma schedule: karras, ays, ... (canvax samplers curves) or a list such as 14.6,6,2,0.5,0",
-        unset="the model's default", group=SAMPLING, metavar="CURVE", read=read_levels, per_image=True,
+        None, "sigma schedule: karras, ays, ... (canvax samplers curves) or a list: 14.6,6,2,0.5,0",
+        unset="the model's", group=SAMPLING, metavar="CURVE", read=read_levels, per_image=True,
     )  # fmt: skip
     sampler_settings: Mapping[str, Any] | Sequence[str] = setting(
-        (), "a setting of the sampler, such as s_churn=10; see canvax samplers", group=SAMPLING, metavar="NAME=VALUE",
+        (), "setting of the sampler, such as s_churn=10", group=SAMPLING, metavar="NAME=VALUE",
         flags=("--set", "--sampler-settings"), repeats=True, read=read_pairs, per_image=True,
     )  # fmt: skip
     guidance_steps: Sequence[float] | None = setting(
-        None, "guidance scale of each step instead of one for all", low=-MOST_GUIDANCE, high=MOST_GUIDANCE,
+        None, "guidance scale of each step", low=-MOST_GUIDANCE, high=MOST_GUIDANCE,
         cure="for example 7.5,5,2.5,1", group=SAMPLING, metavar="G,G,...", per_image=True,
     )  # fmt: skip
     guidance_interval: Sequence[float] = setting(
-        (0.0, 1.0), "use guidance only from A to B of the run, for less work: Kynkaanniemi et al. 2024", low=0, high=1,
+        (0.0, 1.0), "use guidance only from A to B of the run, for less work", low=0, high=1,
         length=2, cure="for example 0.2,0.8", group=SAMPLING, metavar="A,B", hint_without=("guidance",), per_image=True,
     )  # fmt: skip
     guidance_rescale: float = setting(
-        0.0, "against over-exposure at high guidance, as in Lin et al. 2024", low=0, high=1, cure="0.7 is usual",
+        0.0, "against over-exposure at high guidance", low=0, high=1, cure="0.7 is usual",
         group=SAMPLING, also=("cfg_rescale",), hint_without=("guidance",), per_image=True,
     )  # fmt: skip
     true_cfg_scale: float = setting(
-        1.0, "for FLUX.1 dev and other models that read the guidance scale: a scale away from the negative prompt, at "
-        "twice the work", low=1, high=MOST_GUIDANCE, cure="4 is usual", group=SAMPLING, per_image=True,
+        1.0, "for models that read the guidance scale: scale away from the negative prompt, at twice the work",
+        low=1, high=MOST_GUIDANCE, cure="4 is usual", group=SAMPLING, per_image=True,
     )  # fmt: skip
     guidance_method: GuidanceFunction | GuidanceMethod | None = setting(
-        None, "kind of guidance: cfg, cfg_pp (its scale is 0..2), cfg_norm, cfg_zero or apg; in Python also a "
-        "function or a rule; see docs/guidance.md", unset="cfg, of Qwen-Image 1 cfg_norm", group=SAMPLING,
+        None, "cfg, cfg_pp (scale 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a rule",
+        unset="cfg, of Qwen-Image 1 cfg_norm", group=SAMPLING,
         metavar="KIND", hint_without=("guidance",), read=read_guidance_method,
     )  # fmt: skip
     guidance_settings: Mapping[str, Any] | Sequence[str] = setting(
-        (), "a number of the kind of guidance, such as norm=2.5", group=SAMPLING, metavar="NAME=VALUE", repeats=True,
+        (), "setting of the guidance method, such as norm=2.5", group=SAMPLING, metavar="NAME=VALUE", repeats=True,
         read=read_pairs,
     )  # fmt: skip
     pag_scale: float = setting(
-        0.0, "perturbed-attention guidance of Ahn et al. 2024, 3 is usual; one more evaluation for each step", low=0,
+        0.0, "perturbed-attention guidance; 3 is usual; one more evaluation for each step", low=0,
         high=100, cure="3 is usual", group=SAMPLING,
     )  # fmt: skip
     pag_adaptive_scale: float = setting(
@@ -439,17 +437,17 @@ class OptionRecord:
         hint_without=("pag_scale",),
     )  # fmt: skip
     quality: Quality = setting(
-        "full", "fast: from 20 steps on, forecast about half of the evaluations from the others, for nearly the same "
-        "image; see docs/less-work.md", group=SAMPLING, metavar="full|fast", per_image=True,
+        "full", "fast: from 20 steps on, forecast half of the evaluations, for nearly the same image",
+        group=SAMPLING, metavar="full|fast", per_image=True,
     )  # fmt: skip
     reuse: int = setting(
         1,
-        "compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others "
-        "(DeepCache, TaylorSeer); one more program",
+        "compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others; one more "
+        "program",
         low=1, high=2**31 - 1, group=SAMPLING, metavar="N", closed={"server": _BATCHED},
     )  # fmt: skip
     reuse_layers: int = setting(
-        1, "with reuse: outermost skip connections that are always computed; one program for each value", low=1,
+        1, "with reuse: outermost skip connections that are always computed; one program each", low=1,
         high=2**31 - 1, group=SAMPLING, metavar="N", hint_without=("reuse",), closed={"server": _BATCHED},
     )  # fmt: skip
     tiling: Tiling = setting(
@@ -461,7 +459,7 @@ class OptionRecord:
         hint_without=("text",), infotext="Clip skip",
     )  # fmt: skip
     noise: NoiseKind = setting(
-        "philox", "initial noise: philox, or torch for that of PyTorch's CPU generator",
+        "philox", "initial noise: philox, or torch (PyTorch's CPU generator)",
         cure="an array of noise is {latents}", group=SAMPLING, metavar="KIND", hint_without=("seed's noise",),
         infotext="RNG",
     )  # fmt: skip
@@ -482,7 +480,7 @@ class OptionRecord:
         hint_without=("image", "strength below 1"),
     )  # fmt: skip
     image_encoding: ImageEncoding | None = setting(
-        None, "latents of the image: the encoder's mean, or a random sample by the seed",
+        None, "latents of the image: the encoder's mean, or a random sample",
         unset="mean; sample with noise=torch and an AutoencoderKL", group=IMAGE,
         metavar="KIND", hint_without=("encoded image", "kept image"),
     )  # fmt: skip
@@ -491,7 +489,7 @@ class OptionRecord:
         hint_without=("mask",),
     )  # fmt: skip
     mask_blur: float = setting(
-        0.0, "blur of the mask's edges, a standard deviation in pixels", low=0, high=1000, cure="4 is usual",
+        0.0, "blur of the mask's edges, a standard deviation", low=0, high=1000, cure="4 is usual",
         group=IMAGE, metavar="PIXELS", hint_without=("mask",),
     )  # fmt: skip
     mask_fill: MaskFill = setting(
@@ -499,28 +497,28 @@ class OptionRecord:
         hint_without=("mask", "mask over the image"),
     )  # fmt: skip
     mask_blend: MaskBlend = setting(
-        "denoised", "method of keeping the rest: in the denoised image or, as in diffusers, renoised in the latents",
+        "denoised", "method of keeping the rest: denoised, or renoised as in diffusers",
         group=IMAGE, metavar="KIND", hint_without=("mask",),
     )  # fmt: skip
     padding_mask_crop: int | None = setting(
-        None, "generate only the masked part, enlarged to the full size, with this many pixels around it", low=0,
+        None, "generate only the masked part and this many pixels around it, at the full size", low=0,
         high=MAX_SIDE, cure="32 is usual", unset="the whole image", group=IMAGE, metavar="PIXELS",
         flags=("--padding-mask-crop", "--only-masked"),
     )  # fmt: skip
     outpaint: str | Sequence[int] | Mapping[str, int] | None = setting(
-        None, "add pixels on these sides of an image: left=64,right=64", group=IMAGE, metavar="SIDES", read=read_sides,
+        None, "add pixels on these sides: left=64,right=64", group=IMAGE, metavar="SIDES", read=read_sides,
     )  # fmt: skip
     control_scale: float | Sequence[float] = setting(
-        1.0, "strength of the control image; X,X for two networks, as for the next three", low=-10, high=10,
+        1.0, "strength of control; X,X for two networks, as for the next three", low=-10, high=10,
         cure="1 is as trained", group=CONTROL,
         also=("controlnet_conditioning_scale", "adapter_conditioning_scale", "control_weight"),
     )  # fmt: skip
     control_start: float | Sequence[float] = setting(
-        0.0, "the part of the run after which control begins", low=0, high=1, cure="0 is from the beginning",
+        0.0, "part of the run after which control begins", low=0, high=1, cure="0 is from the beginning",
         group=CONTROL, also=("control_guidance_start", "guidance_start"),
     )  # fmt: skip
     control_end: float | Sequence[float] = setting(
-        1.0, "the part of the run after which control ends", low=0, high=1, cure="1 is to the end", group=CONTROL,
+        1.0, "part of the run after which control ends", low=0, high=1, cure="1 is to the end", group=CONTROL,
         also=("control_guidance_end", "guidance_end", "adapter_conditioning_factor"),
     )  # fmt: skip
     control_mode: ControlMode | Sequence[ControlMode] = setting(
@@ -529,7 +527,7 @@ class OptionRecord:
         cure="give the type for a ControlNet-Union with its image, as in control=dict(depth=image)",
     )  # fmt: skip
     variation_seed: int | None = setting(
-        None, "mix the noise of this seed into the initial noise", low=0, high=MAX_SEED, group=SAMPLING,
+        None, "seed of noise to mix in", low=0, high=MAX_SEED, group=SAMPLING,
         metavar="SEED", flags=("--variation-seed", "--subseed"), also=("subseed",),
         hint_without=("variation_strength",), infotext="Variation seed", per_image=True,
     )  # fmt: skip
@@ -544,7 +542,7 @@ class OptionRecord:
         per_image=True,
     )  # fmt: skip
     hires: float = setting(
-        1.0, "a second pass at this many times the size, such as 2", low=1, high=8, cure="2 is usual", group=HIRES,
+        1.0, "second pass at this many times the size", low=1, high=8, cure="2 is usual", group=HIRES,
         flags=("--hires", "--hr-scale"), also=("hr_scale", "hires_scale"), infotext="Hires upscale",
     )  # fmt: skip
     hires_method: HiresMethod = setting(
@@ -587,11 +585,11 @@ class OptionRecord:
         hint_without=("guidance", "negative prompt as text"), per_image=True,
     )  # fmt: skip
     original_size: tuple[int, int] | None = setting(
-        None, "size of the training images to imitate; small ones are blurred", low=1, high=MOST_TRAINED,
+        None, "size of training images to imitate; small ones are blurred", low=1, high=MOST_TRAINED,
         unset="the image's size", cure="for example (1024, 1024)", group=SDXL, metavar=("HEIGHT", "WIDTH"),
     )  # fmt: skip
     crops_coords_top_left: tuple[int, int] = setting(
-        (0, 0), "crop of the training images to imitate; 0 0: not cropped", low=0, high=MOST_TRAINED,
+        (0, 0), "crop of training images to imitate", low=0, high=MOST_TRAINED,
         cure="(0, 0) is not cropped", group=SDXL, metavar=("TOP", "LEFT"),
     )  # fmt: skip
     target_size: tuple[int, int] | None = setting(

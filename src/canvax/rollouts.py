@@ -33,6 +33,8 @@ Columns = Mapping[str, Any]
 class Start(NamedTuple):
     """The beginning of a run: the arguments of ``rollout`` after the parameters.
 
+    A jitted function may take it: it is a pytree of its arrays, with the ``columns()`` of the table.
+
     Attributes:
         noise: [B, h, w, C] float32 of unit variance.
         keys: keys of the step noise of each image, [B, 2] uint32, or [B] JAX keys of threefry.
@@ -48,6 +50,22 @@ class Start(NamedTuple):
     table: SamplerTable
     guidance: Guidance = PLAIN
     guidance_settings: Mapping[str, Any] = MappingProxyType({})
+
+
+def _flat(start: Start) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    table = start.table.columns() if isinstance(start.table, SamplerTable) else start.table
+    numbers = {
+        name: tuple(np.ravel(value)) if np.ndim(value) else value for name, value in start.guidance_settings.items()
+    }
+    return (start.noise, start.keys, start.conditions, table), (start.guidance, tuple(numbers.items()))
+
+
+def _from_flat(rule: tuple[Any, ...], arrays: Any) -> Start:
+    (noise, keys, conditions, table), (guidance, settings) = arrays, rule
+    return Start(noise, keys, conditions, table, guidance, dict(settings))
+
+
+jax.tree_util.register_pytree_node(Start, _flat, _from_flat)
 
 
 class Evaluation(NamedTuple):

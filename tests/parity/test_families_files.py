@@ -11,7 +11,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +89,7 @@ from .families import (
     assert_same,
     flux2_factors,
     load,
+    one_family,
     write,
     write_factors,
 )
@@ -102,7 +102,7 @@ SIZE = ["-W", "32", "-H", "32", "--dtype", "float32", "--mesh", "data=1"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
-    return cache(lambda name: Files(name, tmp_path_factory.mktemp("files")))
+    return one_family(lambda name: Files(name, tmp_path_factory.mktemp("files")))
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ from .families import (
     build_z_image,
     half_mask,
     load,
+    one_family,
     over,
     packed,
     picture,
@@ -81,13 +82,13 @@ WEEKLY, SLOW = pytest.mark.weekly, pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    return cache(lambda name: Model(name, tmp_path_factory.mktemp("model") / name))
+    return one_family(lambda name: Model(name, tmp_path_factory.mktemp("model") / name))
 
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> Model:
-    """The model that a test asks for by ``over``; else FLUX.2 klein."""
-    made = models(getattr(request, "param", "flux2"))
+    """The model that a test asks for by ``over``."""
+    made = models(request.param)
     if made.record.title.startswith(("FLUX.1", "FLUX.2", "Qwen")):  # less padding of references, which takes time
         monkeypatch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
         monkeypatch.setattr("canvax.models.flux.REFERENCE_SIZES", ((HEIGHT, WIDTH), (64, 48)))
@@ -343,8 +344,8 @@ def test_original_names(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "axes"), [
     pytest.param("z-image", {"data": 2}, marks=WEEKLY), ("z-image", {"model": 2}),
     pytest.param("flux2", {"data": 2}, marks=WEEKLY), ("flux2", {"model": 2}), ("krea2", {"data": 2, "model": 2}),
-    ("qwen", {"data": 2, "model": 2}), ("flux-dev", {"data": 2, "model": 2}), ("anima", {"data": 2, "model": 2}),
-    ("qwen-1", {"data": 2, "model": 2}), ("qwen-edit", {"data": 2, "model": 2}),
+    *(pytest.param(name, {"data": 2, "model": 2}, marks=WEEKLY) for name in ("qwen", "qwen-1")),
+    ("flux-dev", {"data": 2, "model": 2}), ("anima", {"data": 2, "model": 2}), ("qwen-edit", {"data": 2, "model": 2}),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_several_devices(model: Model, axes: dict[str, int]) -> None:
@@ -357,8 +358,8 @@ def test_several_devices(model: Model, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("model", "dtype", "least"), [
     ("z-image", "float32", 40), ("flux2", "float32", 42), ("krea2", "bfloat16", 30), ("qwen", "float32", 40),
-    ("flux-dev", "float32", 40), ("anima", "float32", 40), ("qwen-1", "float32", 40),
-    ("qwen-edit", "bfloat16", 30),
+    ("flux-dev", "float32", 40), ("anima", "float32", 40),
+    pytest.param("qwen-1", "float32", 40, marks=WEEKLY), pytest.param("qwen-edit", "bfloat16", 30, marks=WEEKLY),
 ], indirect=["model"])  # fmt: skip
 @pytest.mark.slow
 def test_eight_bits(model: Model, dtype: str, least: float) -> None:
@@ -380,7 +381,7 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("krea2", 2, [GUIDED, PLAIN], FROM_IMAGE, marks=WEEKLY),
     pytest.param("anima", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
     pytest.param("qwen", 2, [{**GUIDED, "guidance_scale": 1.0}, PLAIN], FROM_IMAGE, marks=SLOW),
-    pytest.param("qwen-1", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=SLOW),
+    pytest.param("qwen-1", 2, [GUIDED, {**PLAIN, "mask": half_mask(WIDTH // 2)}], FROM_IMAGE, marks=WEEKLY),
     pytest.param("flux2", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
@@ -392,11 +393,11 @@ FROM_IMAGE = {"image": picture(), "strength": 0.5}
     pytest.param("flux-kontext", 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 12, "image": picture(100, 64)},
         {"prompt": PROMPTS[1], "seed": 6, "steps": 10, "image": picture(48, 80, 2.0)},
-    ], {}, marks=SLOW),
+    ], {}, marks=WEEKLY),
     *(pytest.param(name, 2, [
         {"prompt": PROMPTS[0], "seed": 5, "steps": 6, "image": picture(100, 64)},
         {"prompt": "a hen on a hill", "seed": 6, "steps": 5, "image": picture(48, 80, 2.0)},
-    ], {}, marks=SLOW) for name in ("qwen", "qwen-edit")),
+    ], {}, marks=mark) for name, mark in (("qwen", WEEKLY), ("qwen-edit", SLOW))),
     ("flux3", 1, [
         {"prompt": "a fox", "seed": 5, "steps": 3, "image": ONE[0]}, {"prompt": "a fox", "seed": 5, "steps": 3},
     ], {}),
@@ -687,6 +688,7 @@ def test_programs_for_references_are_made_ahead(model: Model) -> None:
     ("scheduler", {"scheduler": {"_class_name": "UniPCMultistepScheduler", "prediction_type": "v_prediction"}}),
     ("prediction_type", {"prediction_type": "epsilon"}),
 ])  # fmt: skip
+@over("flux2")
 def test_a_flow_model_takes_no_other_schedule(model: Model, argument: str, changes: dict[str, Any]) -> None:
     with pytest.raises(canvax.InputError) as caught:
         canvax.load(model.folder, **changes)
@@ -722,6 +724,7 @@ def test_a_checkpoint_that_reads_the_guidance_scale(tmp_path: Path) -> None:
         canvax.load(build_flux2(tmp_path, guidance_embeds=True))
 
 
+@over("flux2")
 def test_a_lora_for_a_wider_stack_is_refused(model: Model, tmp_path: Path) -> None:
     factors = {"single_blocks.1.linear1": (np.ones((320, 2), np.float32), np.ones((2, 32), np.float32))}
     path = write_factors(tmp_path / "wide.safetensors", "comfy", factors)
@@ -729,7 +732,7 @@ def test_a_lora_for_a_wider_stack_is_refused(model: Model, tmp_path: Path) -> No
         model.ours.adapters.load("wide", path)
 
 
-@pytest.mark.slow
+@over(slow=["flux2"])
 def test_lines_of_a_prompt_file_read_their_images_alone(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -286,3 +287,17 @@ def test_full_size(name: str) -> None:
     net = FluxControlNet.from_dict(dict(theirs.config), FluxConfig(guidance_embeds=True), None)
     same_names_and_shapes(unfused(stored(theirs), net.spec, NAMES), net.spec)
     assert 2 * count(net.spec) / 2**30 == pytest.approx(size, abs=0.01)
+
+
+@pytest.mark.weekly
+def test_the_page_runs(model: Model, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block of docs/controlnet.md about FLUX.1, with small random networks."""
+    page = (Path(__file__).parents[2] / "docs" / "controlnet.md").read_text(encoding="utf-8")
+    given = canvax.Pipeline.with_controlnet
+    pro, union = folder("pro-2.0"), folder("union")
+    monkeypatch.setattr(canvax, "load", lambda _, controlnet: given(model.ours, pro))
+    monkeypatch.setattr(canvax.Pipeline, "with_controlnet", lambda pipe, files: given(pipe, [union] * len(files)))
+    names: dict[str, Any] = {"canvax": canvax, "pose": SHOWN[0], "depth": SHOWN[1]}
+    (block,) = (text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "FLUX.1" in text)
+    exec(block, names)
+    assert isinstance(names["result"], canvax.Result)

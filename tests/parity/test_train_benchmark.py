@@ -28,7 +28,7 @@ def work(model: Path, scratch: Path, **changes: Any) -> train.Work:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"sdxl": tiny_xl("sdxl"), "klein": build_flux2(tmp_path_factory.mktemp("model") / "klein")}
+    return {"sdxl": tiny_xl("sdxl"), "klein": build_flux2(tmp_path_factory.mktemp("model") / "klein", layers=28)}
 
 
 @pytest.mark.parametrize(("model", "remat"), [("sdxl", True), ("klein", False)])

@@ -65,14 +65,16 @@ from .test_training import (
 )
 
 __all__ = ["pictures", "seen"]
-SIZE = 32
+SIZE, WEEKLY = 32, pytest.mark.weekly
+READ: dict[str, Any] = {"text_encoder_out_layers": (1, 2, 3)}
+"""Layers of the shallow language model of FLUX.2."""
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def flux2(pipe: Any, noisy: Any, sigmas: Any, texts: list[str]) -> Any:
     """Velocity [B, C, h, w] of FLUX.2 klein."""
     with torch.no_grad():
-        text, text_ids = pipe.encode_prompt(texts, text_encoder_out_layers=(9, 18, 27))
+        text, text_ids = pipe.encode_prompt(texts, **READ)
     output = pipe.transformer(
         hidden_states=pipe._pack_latents(noisy), timestep=sigmas, guidance=None, encoder_hidden_states=text,
         txt_ids=text_ids, img_ids=pipe._prepare_latent_ids(noisy), return_dict=False,
@@ -140,8 +142,8 @@ def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training
     [
         ("flux2", "transformer", True, False),
         ("flux", "transformer", True, False),
-        pytest.param("z-image", "all", False, True, marks=pytest.mark.weekly),
-        pytest.param("krea-2", "attention", True, False, marks=pytest.mark.weekly),
+        pytest.param("z-image", "all", False, True, marks=WEEKLY),
+        pytest.param("krea-2", "attention", True, False, marks=WEEKLY),
     ],
 )
 def test_lora(
@@ -191,7 +193,7 @@ def test_lora(
     check_losses(losses(tmp_path / "run" / "lora"), pytorch_losses(seen, parameters, loss_of))
     saved = load_file(file)
     check_factors(saved, modules)
-    call = {"prompt": "a red apple", "height": 64, "width": 48, "num_inference_steps": 2}
+    call: dict[str, Any] = {"prompt": "a red apple", "height": 64, "width": 48, "num_inference_steps": 2}
     noise = np.random.default_rng(0).standard_normal(ours.model.networks.latent_shape(1, 64, 48)).astype(np.float32)
     plain = ours(**call, latents=noise, progress=False).pixels
     ours.adapters.load("mine", file)
@@ -200,7 +202,8 @@ def test_lora(
     theirs.load_lora_weights(file.parent, weight_name=file.name)
     theirs.set_progress_bar_config(disable=True)
     tensor = packed(noise) if family in ("krea-2", "flux") else nchw(noise)
-    want = theirs(**call, latents=tensor, output_type="np", guidance_scale=ours.model.defaults.guidance_scale).images
+    call |= {"guidance_scale": ours.model.defaults.guidance_scale, **(READ if family == "flux2" else {})}
+    want = theirs(**call, latents=tensor, output_type="np").images
     assert psnr(got, want) > 60
     assert psnr(got, plain) < 50
     again = replace(lora, start=file)
@@ -239,7 +242,7 @@ def tensors(folder: Path, names: list[str]) -> list[Any]:
 def flux2_edit(pipe: Any, noisy: Any, sigmas: Any, text: str, images: list[Any]) -> Any:
     """Velocity of FLUX.2 klein for one image with references."""
     with torch.no_grad():
-        features, text_ids = pipe.encode_prompt([text], text_encoder_out_layers=(9, 18, 27))
+        features, text_ids = pipe.encode_prompt([text], **READ)
         tokens, ids = pipe.prepare_image_latents(images, 1, None, noisy.device, noisy.dtype)
     packed, own = pipe._pack_latents(noisy), pipe._prepare_latent_ids(noisy)
     output = pipe.transformer(
@@ -329,9 +332,9 @@ def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_references")
-@pytest.mark.parametrize("build", [
-    build_flux2, partial(build_flux3, distilled=False), partial(build_flux, kind="kontext"), build_qwen,
-    build_qwen_edit,
+@pytest.mark.parametrize("build", [  # those of FLUX.2 and Kontext are compared with diffusers in each run
+    pytest.param(build_flux2, marks=WEEKLY), partial(build_flux3, distilled=False),
+    pytest.param(partial(build_flux, kind="kontext"), marks=WEEKLY), build_qwen, build_qwen_edit,
 ], ids=["flux2", "flux3", "kontext", "qwen", "qwen-edit"])  # fmt: skip
 def test_references_are_read_as_in_a_call(
     edits: Path, seen: dict[str, Any], tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
@@ -376,6 +379,7 @@ def write_edits(folder: Path, count: int, size: tuple[int, int] = (32, 32)) -> P
     return folder
 
 
+@pytest.mark.weekly
 def test_an_edit_is_learned(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The loss falls to less than half, and so does that of validation."""
     for i in range(2):
@@ -464,14 +468,14 @@ def test_pairs_that_are_refused(checkpoints: dict[str, Path], edits: Path, pictu
 
 
 @pytest.mark.parametrize(("build", "layer"), [
-    (partial(build_flux3, distilled=False), "single_transformer_blocks.1.attn.to_q."),
+    pytest.param(partial(build_flux3, distilled=False), "single_transformer_blocks.1.attn.to_q.", marks=WEEKLY),
     (partial(build_flux3, distilled=True), "single_transformer_blocks.1.attn.to_q."),
     (build_anima, "transformer_blocks.1.attn2.to_k."),
     (build_qwen_1, "transformer_blocks.1.attn.add_k_proj."),
-    (partial(build_flux, kind="schnell"), "single_transformer_blocks.1.proj_out."),
-    (partial(build_flux, kind="kontext"), "transformer_blocks.1.attn.add_k_proj."),
+    pytest.param(partial(build_flux, kind="schnell"), "single_transformer_blocks.1.proj_out.", marks=WEEKLY),
+    pytest.param(partial(build_flux, kind="kontext"), "transformer_blocks.1.attn.add_k_proj.", marks=WEEKLY),
     (partial(build_flux, kind="chroma"), "transformer_blocks.1.attn.to_q."),
-    (build_qwen, "transformer_blocks.1.attn.to_q."),
+    pytest.param(build_qwen, "transformer_blocks.1.attn.to_q.", marks=WEEKLY),
 ], ids=["flux3-base", "flux3", "anima", "qwen-1", "schnell", "kontext", "chroma", "qwen"])  # fmt: skip
 def test_lora_of_other_families(pictures: Path, tmp_path: Path, build: Any, layer: str) -> None:
     """Two steps change the image, and the file has names of diffusers; those of Anima's adapter are not in it."""
@@ -672,6 +676,7 @@ def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_pat
         "gamma": lambda: train_lora(replace(run, gamma=5.0), Lora(), one_device()),
         "noise_offset": lambda: train_lora(replace(run, noise_offset=0.1), Lora(), one_device()),
         "shuffle_captions": lambda: train_lora(replace(run, shuffle_captions=True), Lora(), one_device()),
+        "tag_dropout": lambda: train_lora(replace(run, tag_dropout=0.1), Lora(), one_device()),
         "names": lambda: train_lora(run, Lora(names="kohya"), one_device()),
         "text": lambda: train_lora(run, Lora(text=True), one_device()),
         "dora": lambda: train_lora(run, Lora(dora=True), one_device()),

@@ -270,6 +270,7 @@ def test_the_order_of_rotary_pairs_and_back() -> None:
 IDS = np.stack([np.arange(40), np.arange(40) % 7, np.arange(40) // 7, np.arange(40) % 3], -1)
 
 SIZES_OF_BLOCKS = ["tiny", pytest.param("released", marks=pytest.mark.slow)]
+SIZES_OF_LARGER_BLOCKS = ["tiny", pytest.param("released", marks=pytest.mark.weekly)]
 
 
 def small_or_large(size: str, tiny: tuple[int, ...], released: tuple[int, ...]) -> tuple[int, ...]:
@@ -294,7 +295,7 @@ def close(name: str, got: Any, want: Any) -> None:
     assert relative_error(got, want) <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", SIZES_OF_BLOCKS)
+@pytest.mark.parametrize("size", SIZES_OF_LARGER_BLOCKS)
 def test_double_block(size: str) -> None:
     heads, head_dim = small_or_large(size, (2, 16), (24, 128))
     width = heads * head_dim
@@ -344,7 +345,7 @@ def test_sandwich_block(size: str, modulated: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
-@pytest.mark.parametrize("size", SIZES_OF_BLOCKS)
+@pytest.mark.parametrize("size", SIZES_OF_LARGER_BLOCKS)
 def test_krea2_block(size: str, kind: str) -> None:
     from canvax.models.krea2 import _block
 

@@ -42,6 +42,12 @@ CARD = ModelCard(
 LARGEST_SIDE, MOST_IMAGES = 1024, 64
 
 
+INK = AdapterCard(
+    "ink", "ink-v1", "ink.safetensors", {"ss_output_name": "ink-v1", "ss_tag_frequency": '{"3_ink": {"ink": 3}}'},
+    ("ink",), {"sampler": "LCM", "num_inference_steps": 4}, {"prediction_type": "v_prediction"},
+)  # fmt: skip
+
+
 class StubEngine:
     """Runs each job in a thread of its own.
 
@@ -67,7 +73,7 @@ class StubEngine:
     hints: tuple[str, ...] = ()
 
     cards: tuple[ModelCard, ...] = (CARD,)
-    shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (AdapterCard("ink", "ink-v1", "ink.safetensors"),)}
+    shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (INK,)}
 
     words: Sequence[EmbeddingCard] = (
         EmbeddingCard("wool", "", 2, 768),

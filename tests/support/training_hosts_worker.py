@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import canvax
 from canvax.parallel import multihost
 from canvax.train.loop import Plan, Session, fit
+from canvax.train.step import make_step
 
 PLAN = Plan(steps=6, batch=8, chunk=2, warmup=0, average=0.0)
 SAMPLES = 100
@@ -32,6 +35,34 @@ def train(folder: Path, samples: dict[str, np.ndarray], deadline: float | None =
     session = Session(folder, "toy", canvax.make_mesh(), deadline=deadline)
     start, shared = {"w": np.zeros(3, np.float32)}, {"scale": np.float32(2.0)}
     return fit(start, loss, samples, SAMPLES, PLAN, session, shared)
+
+
+def layers() -> dict[str, dict[str, np.ndarray]]:
+    """Matrices that are just large enough to be split, and vectors that are not."""
+    rng = np.random.default_rng(0)
+    return {str(i): {"w": (rng.standard_normal((64, 64)) / 8).astype(np.float32), "b": np.zeros(64, np.float32)}
+            for i in range(2)}  # fmt: skip
+
+
+def deep(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+    hidden = samples + 0.1 * jax.random.normal(key, samples.shape)
+    for layer in p.values():
+        hidden = jnp.tanh(hidden @ layer["w"] + layer["b"][None])
+    return jnp.square(hidden - 0.5).mean(), {}
+
+
+def share(folder: Path, *, stop: bool = False) -> tuple[Any, bool]:
+    """Train with parameters that all devices share; what callbacks get is in saved.npz of the process that writes."""
+
+    def save(step: int, params: Any) -> None:
+        if jax.process_index() == 0:
+            np.savez(folder / "saved.npz", *map(np.asarray, jax.tree.leaves(params)))
+
+    plan = replace(PLAN, average=0.9)
+    deadline = time.monotonic() if stop else None
+    session = Session(folder, "shared", canvax.make_mesh(), deadline=deadline, fsdp=True, save=save, save_steps=4)
+    samples = np.random.default_rng(1).standard_normal((32, 64), np.float32)
+    return fit(layers(), deep, samples, 32, plan, session)
 
 
 def main(process: int, port: str, folder: Path) -> None:
@@ -56,6 +87,17 @@ def main(process: int, port: str, folder: Path) -> None:
     assert finished
     np.testing.assert_array_equal(whole["w"], parts["w"])
     np.save(Path(f"{folder}-{process}.npy"), whole["w"])
+    step = make_step(deep, optax.adam(1e-3), mesh=canvax.make_mesh())
+    state = step.init(layers())
+    for tree in (state.params, state.optimizer[0].mu):
+        assert tree["0"]["w"].sharding.shard_shape((64, 64)) == (8, 64)
+    for name in ("shared", "resumed"):
+        params, finished = share(folder / name)
+        assert finished
+        np.savez(Path(f"{folder}-{name}-{process}.npz"), *map(np.asarray, jax.tree.leaves(params)))
+        if name == "shared":
+            assert not share(folder / "resumed", stop=True)[1]
+            assert not share(folder / "one", stop=True)[1]
     print("written", len(written))
 
 

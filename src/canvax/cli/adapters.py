@@ -25,12 +25,12 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("adapters")
     group.add_argument(
         "--lora", action="append", default=[], metavar="FILE[:WEIGHT]",
-        help="a LoRA or one of its relatives: a file, a folder or a Hub id; several times for several",
+        help="LoRA or relative: a file, folder or Hub id; may be repeated",
     )  # fmt: skip
     group.add_argument("--lora-dir", metavar="FOLDER", help="folder of the files for <lora:name:0.8> in prompts")
     group.add_argument(
         "--embedding", action="append", default=[], metavar="FILE",
-        help="a textual inversion; its word is the name in the file, or the file's own",
+        help="textual inversion; its word is the name in the file, or the file's",
     )  # fmt: skip
 
 

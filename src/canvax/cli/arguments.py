@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from canvax._version import __version__
-from canvax.call import Call, Load
+from canvax.call import Call
 from canvax.cli.generate_arguments import Once, add_batch, add_control, add_generate, add_report, add_upscale
 from canvax.cli.loading import add_load, add_networks
 from canvax.cli.parser import Parser, writer
@@ -20,7 +20,7 @@ from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
 from canvax.errors import did_you_mean, slip
-from canvax.settings import add_flags, declared, described
+from canvax.settings import add_flags
 
 _COMMANDS = "generate sheet upscale control batch serve compile convert info plan bench samplers cache train"
 COMMANDS = {name: name for name in _COMMANDS.split()} | {"ui": "serve"}
@@ -216,11 +216,9 @@ def _info(commands: Any) -> None:
     )
     info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
     _memory(info)
-    add_load(info, without=("model", "safety_checker", "offload"), help={
-        name: f"with --memory: {described(declared(Load)[name])}" for name in ("dtype", "quantize", "precision", "mesh")
-    })  # fmt: skip
+    add_load(info, without=("model", "safety_checker", "offload"))
     info.add_argument(
-        "--prompts", dest="concepts", action="store_true", help="list the concepts that a small model can generate"
+        "--prompts", dest="concepts", action="store_true", help="list the concepts that a small model knows"
     )
     add_report(info, quiet="")
 
@@ -276,7 +274,7 @@ def _references(group: Any) -> None:
         "--references",
         nargs="+",
         metavar="N|WxH",
-        help="for editing: the number of reference images, if they have the image's size, or the size of each: 640x480",
+        help="for editing: number of reference images of the image's size, or the size of each: 640x480",
     )
 
 
@@ -289,7 +287,7 @@ class _Size(argparse.Action):
 
 def _size(group: Any, *, several: bool = False) -> None:
     add_flags(group, Call, names=("width", "height"))
-    words = "width x height in pixels, for example 1024x768"
+    words = "width x height, such as 1024x768"
     if several:
         group.add_argument("--size", nargs="+", metavar="WxH", help=f"{words}; one or more")
     else:
@@ -311,10 +309,10 @@ def _compile(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="for generate --reuse: its --reuse-layers (0: no reuse)",
+        help="for --reuse-layers of generate --reuse (0: no reuse)",
     )
-    parser.add_argument("--image", action="store_true", help="for generate --image and --hires: the image encoder too")
-    parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
+    parser.add_argument("--image", action="store_true", help="for generate --image and --hires")
+    parser.add_argument("--mask", action="store_true", help="for generate --mask")
     _references(parser)
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_networks(networks)
@@ -336,7 +334,7 @@ def _cache(parser: argparse.ArgumentParser) -> None:
         "action", nargs="?", choices=["list", "path", "clear"], default="list", help="list is the default"
     )
     parser.add_argument(
-        "--older-than", type=float, metavar="DAYS", help="with clear: only programs not used for this many days"
+        "--older-than", type=float, metavar="DAYS", help="with clear: only programs unused for this many days"
     )
     add_report(parser, quiet="")
 
@@ -353,9 +351,13 @@ def _samplers(commands: Any) -> None:
 
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
-    group.add_argument("--memory", action="store_true", help="compile, and report the memory that each device needs")
+    group.add_argument(
+        "--memory",
+        action="store_true",
+        help="compile, with --dtype, --mesh and others, and report the memory of each device",
+    )
     _size(group)
-    _batch(group, None, "images at once (one for each device of the data axis)")
+    _batch(group, None, "images at once (one a device)")
     _references(group)
 
 
@@ -368,19 +370,19 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "a folder, or a Hub id",
     )
     parser.add_argument(
-        "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "
-        "gpu-h100 or gpu-h100:8; a wrong name lists all",
+        "--target", required=True, metavar="CHIPS", help="TPUs or GPUs: tpu-v5e:2x2, gpu-h100:8; a wrong name lists "
+        "all",
     )  # fmt: skip
-    _batch(parser, None, "images at once on all chips (one on each)")
+    _batch(parser, None, "images at once (one a chip)")
     _size(parser)
     _references(parser)
     add_flags(parser, Call, names=("num_inference_steps",),
-              help={"num_inference_steps": "evaluations of the denoiser (the model's default)"})  # fmt: skip
-    parser.add_argument("--no-guidance", action="store_true", help="plan for images without guidance: half the work")
-    parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
+              help={"num_inference_steps": "evaluations of the denoiser (the model's)"})  # fmt: skip
+    parser.add_argument("--no-guidance", action="store_true", help="for images without guidance")
+    parser.add_argument("--fresh", action="store_true", help="compile again despite a stored result")
     without = ("model", "precision", "safety_checker", "prediction_type", "scheduler", "variant", "offload")
     add_load(parser, without=without, help={
-        "dtype": "float32, bfloat16 or float16, of weights and activations (bfloat16, float16 before Ampere)",
+        "dtype": "float32, bfloat16 or float16 (bfloat16; before Ampere float16)",
         "mesh": "devices along each axis: data=4 (all on data)",
     })  # fmt: skip
     add_report(parser)

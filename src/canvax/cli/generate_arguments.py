@@ -54,10 +54,10 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def add_upscale(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax upscale``."""
-    parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP of any size")
+    parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP")
     add_flags(parser, Enlarging, names=("scale", "strength", "overlap"))
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="text that fits every part of the image")
-    add_flags(parser, Call, names=("negative_prompt", "seed"), help={"seed": "seed (-1, the default: random)"})
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="text that fits every part")
+    add_flags(parser, Call, names=("negative_prompt", "seed"), help={"seed": "seed (-1: random)"})
     group = parser.add_argument_group(
         "with a network for which each tile is a control image, such as a tile ControlNet"
     )
@@ -72,7 +72,7 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax batch``."""
-    parser.add_argument("file", metavar="FILE", help="rows: .jsonl, .csv, .parquet, or .txt with a prompt a line")
+    parser.add_argument("file", metavar="FILE", help=".jsonl, .csv, .parquet, or .txt with a prompt a line")
     group = parser.add_argument_group("settings of rows that lack them")
     add_flags(group, Call, names=("negative_prompt", "height", "width"))
     group.add_argument(
@@ -85,40 +85,35 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="new folder, or that of a job to resume")
     group.add_argument(
         "--into", choices=["files", "tar", "parquet"], default="files",
-        help="a file for each image (the default), or shards: webdataset's tar files, or Parquet",
+        help="a file for each image (the default), or shards: tar files of webdataset, or Parquet",
     )  # fmt: skip
     group.add_argument("--shard-size", type=int, metavar="N", help="images of a shard (1000)")
     group.add_argument("--format", choices=["png", "webp", "jpg"], default="png", help="format of images (png)")
     group.add_argument(
         "--file-quality", type=int, metavar="N",
-        help="1..100, of jpg (95) and webp (lossless); --quality with a number is the same",
+        help="1..100, of jpg (95) and webp (lossless)",
     )  # fmt: skip
     group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")
-    group.add_argument("--retry-errors", action="store_true", help="generate rows again that failed in an earlier run")
+    group.add_argument("--retry-errors", action="store_true", help="generate failed rows again")
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
-    add_report(group, "print one JSON object: images, errors, images a second, ...")
+    add_report(group)
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
         "--ray", nargs="?", const="auto", metavar="ADDRESS",
-        help="generate on a Ray cluster: the one this machine is in, another's address, or local to start one here; "
-        "with --distributed the machines of each TPU slice hold one model together",
+        help="generate on a Ray cluster: this machine's, another's address, or local to start one here",
     )  # fmt: skip
-    group.add_argument("--actors", type=int, metavar="N", help="with --ray: models that are loaded (one a device)")
+    group.add_argument("--actors", type=int, metavar="N", help="with --ray: models (one a device)")
     group.add_argument(
-        "--share", metavar="K/N", help="one of N jobs on one file and folder: every Nth row from number K, 0 to N-1"
+        "--share", metavar="K/N", help="every Nth row from K, 0 to N-1, for N jobs on one file and folder"
     )
 
 
 def _subject(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(SUBJECT)
-    group.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="text to generate images from; one image for each prompt"
-    )
+    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to generate images from")
     group.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help="another prompt")
-    group.add_argument("--prompt-file", metavar="FILE", help="prompts from a file, - for stdin; see below")
-    group.add_argument(
-        "--from-image", metavar="PNG", help="take the settings from this image's metadata; flags override them"
-    )
+    group.add_argument("--prompt-file", metavar="FILE", help="prompts from a file, - for stdin")
+    group.add_argument("--from-image", metavar="PNG", help="settings from this image's metadata; flags override them")
     add_flags(group, Call, group=SUBJECT)
 
 
@@ -134,7 +129,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax control``."""
     parser.add_argument("kind", metavar="KIND", help="canny, invert, threshold or blur")
     parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP")
-    parser.add_argument("output", metavar="OUTPUT", help="the file to write: .png, .jpg or .webp")
+    parser.add_argument("output", metavar="OUTPUT", help="a .png, .jpg or .webp to write")
     parser.add_argument("--low", type=float, metavar="X", help="canny: smallest gradient that continues an edge (100)")
     parser.add_argument("--high", type=float, metavar="X", help="canny: smallest gradient that begins an edge (200)")
     parser.add_argument("--at", type=float, metavar="X", help="threshold: the darkest white (127)")
@@ -146,8 +141,7 @@ def _processes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several processes")
     group.add_argument(
         "--distributed", action="store_true",
-        help="join the processes of a TPU pod, of Slurm or of the next three flags; each process generates and "
-        "writes its own images",
+        help="join the processes of a TPU pod, of Slurm or of the next three flags; each writes its images",
     )  # fmt: skip
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
@@ -161,9 +155,9 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
         "--output",
         default=OUTPUT,
         metavar="PATH",
-        help=f"a folder, or NAME.png, .jpg or .webp for one image; with --grid, for the grid ({OUTPUT})",
+        help=f"a folder, or NAME.png, .jpg or .webp for one image or the grid ({OUTPUT})",
     )
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
-    group.add_argument("--preview", metavar="FILE", help="image file that shows the images while they are generated")
-    group.add_argument("--grid", action="store_true", help="also write all images as one grid")
-    add_report(group, "print one JSON object: files, seeds, timings, ...")
+    group.add_argument("--preview", metavar="FILE", help="image file that shows progress")
+    group.add_argument("--grid", action="store_true", help="also write one grid of all images")
+    add_report(group)

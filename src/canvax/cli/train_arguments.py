@@ -8,7 +8,7 @@ from typing import Any
 from canvax.call import Load, LoadFlags
 from canvax.cli.generate_arguments import add_report
 from canvax.settings import add_flags
-from canvax.train.settings import LOADING, TASKS, PlanRecord, Task, TrainingRecord
+from canvax.train.settings import LOADING, TAGS, TASKS, PlanRecord, Task, TrainingRecord
 
 _CAPTIONED = """
 Images are in a folder, or a zip file of one. Captions are in metadata.jsonl or metadata.csv with the columns file_name
@@ -36,7 +36,7 @@ def _add_task(parser: argparse.ArgumentParser, task: Task) -> None:
     for record in task.records:
         seen = {action.dest for action in parser._actions}  # two records may share a setting
         add_flags(parser, record, without=seen)
-    without = task.without if task.captioned else (*task.without, "caption_column", "shuffle_captions", "keep_tokens")
+    without = task.without if task.captioned else (*task.without, "caption_column", *TAGS)
     for record in (PlanRecord, TrainingRecord):
         add_flags(parser, record, without=(*without, "seed"), usual=task.usual)
     for action in parser._actions:

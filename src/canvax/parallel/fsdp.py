@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.parallel.mesh import replicated
 from canvax.parallel.place import put
+from canvax.types import DType
 
 Tree = TypeVar("Tree")
 
@@ -34,9 +36,9 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(sharding, tree)
 
 
-def split(tree: Tree, mesh: Mesh) -> Tree:
-    """Put arrays on the devices, each of which receives only its part."""
-    return jax.tree.map(put, tree, shardings(tree, mesh))
+def split(tree: Tree, mesh: Mesh, dtype: DType) -> Tree:
+    """Put copies of arrays on the devices, each of which receives only its part; every process has the whole ones."""
+    return jax.tree.map(lambda leaf, place: put(np.array(leaf, dtype), place), tree, shardings(tree, mesh))
 
 
 def constrained(tree: Tree, mesh: Mesh) -> Tree:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, Sharding
 
 from canvax.types import Array, HostArray
@@ -64,11 +65,21 @@ def on_device(sharding: Any) -> Any:
 def put(array: Any, sharding: Sharding) -> Array:
     """Put an array, which every process has whole, on the devices; each device receives only its part."""
     if len(sharding.device_set) > 1 and isinstance(array, np.ndarray):
-        array = np.ascontiguousarray(array)  # transposes once, not for each device
+        array = np.asarray(array, order="C")  # transposes once, not for each device
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def is_split(array: Any) -> bool:
+    """Return whether processes have different parts of an array."""
+    return isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
+
+
+def whole(array: Array) -> HostArray:
+    """Copy an array to the host of every process, gathered if it ``is_split``."""
+    return process_allgather(array, tiled=True) if is_split(array) else np.asarray(array)
 
 
 def put_all(arrays: Any, sharding: Sharding) -> Any:

@@ -486,8 +486,14 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """Return the name of the adapter that a prompt means; load it if necessary."""
         if tag not in self._loaded:
             assert self._folder is not None
-            self.load(tag, file_of(self._folder, tag), 0.0)
+            self._load_named(tag, file_of(self._folder, tag))
         return tag
+
+    def _load_named(self, tag: str, path: Path, *, beside: bool = False) -> None:
+        """Load an adapter that a prompt names, with a word about the settings that it was made for."""
+        loaded = self.load(tag, path, 0.0, beside=beside)
+        if usage := ", ".join(f"{name}={value!r}" for name, value in loaded.suggested.items()):
+            warn(HintWarning("prompt", f"names <lora:{tag}>, which was made for {usage}"))
 
     def _recipe(self) -> list[tuple[Any, ...]]:
         """Return the calls that load the same adapters again: a method, its positional arguments and its keywords."""

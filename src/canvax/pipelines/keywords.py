@@ -42,41 +42,38 @@ class OptionFields(TypedDict, total=False):
     spacing: Spacing | None
     """Spacing of the timesteps: leading, trailing or linspace."""
     sigmas: str | Sequence[float] | None
-    """Sigma schedule: karras, ays, ... (canvax samplers curves) or a list such as 14.6,6,2,0.5,0."""
+    """Sigma schedule: karras, ays, ... (canvax samplers curves) or a list: 14.6,6,2,0.5,0."""
     sampler_settings: Mapping[str, Any] | Sequence[str]
-    """A setting of the sampler, such as s_churn=10; see canvax samplers."""
+    """Setting of the sampler, such as s_churn=10."""
     guidance_steps: Sequence[float] | None
-    """Guidance scale of each step instead of one for all."""
+    """Guidance scale of each step."""
     guidance_interval: Sequence[float]
-    """Use guidance only from A to B of the run, for less work: Kynkaanniemi et al. 2024."""
+    """Use guidance only from A to B of the run, for less work."""
     guidance_rescale: float
-    """Against over-exposure at high guidance, as in Lin et al. 2024."""
+    """Against over-exposure at high guidance."""
     true_cfg_scale: float
-    """For FLUX.1 dev and other models that read the guidance scale: a scale away from the negative prompt, at twice
-    the work."""
+    """For models that read the guidance scale: scale away from the negative prompt, at twice the work."""
     guidance_method: GuidanceFunction | GuidanceMethod | None
-    """Kind of guidance: cfg, cfg_pp (its scale is 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a
-    rule; see docs/guidance.md."""
+    """Cfg, cfg_pp (scale 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a rule."""
     guidance_settings: Mapping[str, Any] | Sequence[str]
-    """A number of the kind of guidance, such as norm=2.5."""
+    """Setting of the guidance method, such as norm=2.5."""
     pag_scale: float
-    """Perturbed-attention guidance of Ahn et al. 2024, 3 is usual; one more evaluation for each step."""
+    """Perturbed-attention guidance; 3 is usual; one more evaluation for each step."""
     pag_adaptive_scale: float
     """Decrease of pag_scale with the timestep."""
     quality: Quality
-    """Fast: from 20 steps on, forecast about half of the evaluations from the others, for nearly the same image; see
-    docs/less-work.md."""
+    """Fast: from 20 steps on, forecast half of the evaluations, for nearly the same image."""
     reuse: int
-    """Compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others (DeepCache,
-    TaylorSeer); one more program."""
+    """Compute the whole UNet in every N-th evaluation only, and forecast its deep features in the others; one more
+    program."""
     reuse_layers: int
-    """With reuse: outermost skip connections that are always computed; one program for each value."""
+    """With reuse: outermost skip connections that are always computed; one program each."""
     tiling: Tiling
     """Decode in tiles, in less memory; auto: above 1536 x 1536 pixels."""
     clip_skip: int
     """Leave out the last N layers of the text encoder."""
     noise: NoiseKind
-    """Initial noise: philox, or torch for that of PyTorch's CPU generator."""
+    """Initial noise: philox, or torch (PyTorch's CPU generator)."""
     prompt_syntax: PromptSyntax
     """Meaning of brackets in prompts: plain (none), a1111, comfy or compel."""
     progress: bool | Literal["programs"]
@@ -86,35 +83,35 @@ class OptionFields(TypedDict, total=False):
     strength_rule: StrengthRule
     """Rule for the steps of a strength: diffusers, a1111 or exact."""
     image_encoding: ImageEncoding | None
-    """Latents of the image: the encoder's mean, or a random sample by the seed."""
+    """Latents of the image: the encoder's mean, or a random sample."""
     mask_mode: MaskMode
     """Grey in a mask: hard rounds it, soft mixes, graded begins later."""
     mask_blur: float
-    """Blur of the mask's edges, a standard deviation in pixels."""
+    """Blur of the mask's edges, a standard deviation."""
     mask_fill: MaskFill
     """Initial content of the masked part: original, fill, noise or nothing."""
     mask_blend: MaskBlend
-    """Method of keeping the rest: in the denoised image or, as in diffusers, renoised in the latents."""
+    """Method of keeping the rest: denoised, or renoised as in diffusers."""
     padding_mask_crop: int | None
-    """Generate only the masked part, enlarged to the full size, with this many pixels around it."""
+    """Generate only the masked part and this many pixels around it, at the full size."""
     outpaint: str | Sequence[int] | Mapping[str, int] | None
-    """Add pixels on these sides of an image: left=64,right=64."""
+    """Add pixels on these sides: left=64,right=64."""
     control_scale: float | Sequence[float]
-    """Strength of the control image; X,X for two networks, as for the next three."""
+    """Strength of control; X,X for two networks, as for the next three."""
     control_start: float | Sequence[float]
-    """The part of the run after which control begins."""
+    """Part of the run after which control begins."""
     control_end: float | Sequence[float]
-    """The part of the run after which control ends."""
+    """Part of the run after which control ends."""
     control_mode: ControlMode | Sequence[ControlMode]
     """Preference: balanced, prompt, or control (the control image); guess needs no prompt."""
     variation_seed: int | None
-    """Mix the noise of this seed into the initial noise."""
+    """Seed of noise to mix in."""
     variation_strength: float
     """Share of the variation seed's noise."""
     seed_size: tuple[int, int] | None
     """Keep the composition that the seed gives at this size."""
     hires: float
-    """A second pass at this many times the size, such as 2."""
+    """Second pass at this many times the size."""
     hires_method: HiresMethod
     """Input of the second pass: pixel (the image), or latent."""
     hires_strength: float | None
@@ -134,9 +131,9 @@ class OptionFields(TypedDict, total=False):
     negative_prompt_2: str | Sequence[str] | None
     """Negative prompt of the second text encoder."""
     original_size: tuple[int, int] | None
-    """Size of the training images to imitate; small ones are blurred."""
+    """Size of training images to imitate; small ones are blurred."""
     crops_coords_top_left: tuple[int, int]
-    """Crop of the training images to imitate; 0 0: not cropped."""
+    """Crop of training images to imitate."""
     target_size: tuple[int, int] | None
     """Size of the training images after resizing."""
     negative_original_size: tuple[int, int] | None
@@ -161,24 +158,24 @@ class ForeignFields(OptionFields, total=False):
     neg_prompt: str | Sequence[str] | Conditions | None
     """The same as negative_prompt: the text to avoid."""
     H: int | None
-    """The same as height: a multiple of 8, 16 or 32, as the model needs."""
+    """The same as height: multiple of 8, 16 or 32."""
     W: int | None
-    """The same as width: a multiple of 8, 16 or 32, as the model needs."""
+    """The same as width: multiple of 8, 16 or 32."""
     steps: int | None
-    """The same as num_inference_steps: sampler steps, at most the 1000 of the model's noise schedule."""
+    """The same as num_inference_steps: sampler steps, at most 1000."""
     num_steps: int | None
-    """The same as num_inference_steps: sampler steps, at most the 1000 of the model's noise schedule."""
+    """The same as num_inference_steps: sampler steps, at most 1000."""
     sampling_steps: int | None
-    """The same as num_inference_steps: sampler steps, at most the 1000 of the model's noise schedule."""
+    """The same as num_inference_steps: sampler steps, at most 1000."""
     cfg: float | None
-    """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
-    guidance off, which halves the work and is another program."""
+    """The same as guidance_scale: strength of guidance; 1 or less (0 for Z-Image and Krea 2): none, in another program
+    of half the work."""
     cfg_scale: float | None
-    """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
-    guidance off, which halves the work and is another program."""
+    """The same as guidance_scale: strength of guidance; 1 or less (0 for Z-Image and Krea 2): none, in another program
+    of half the work."""
     guidance: float | GuidanceFunction | GuidanceMethod | None | None
-    """The same as guidance_scale: scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns
-    guidance off, which halves the work and is another program; a rule, a function or a name is guidance_method."""
+    """The same as guidance_scale: strength of guidance; 1 or less (0 for Z-Image and Krea 2): none, in another program
+    of half the work; a rule, a function or a name is guidance_method."""
     n: int
     """The same as num_images_per_prompt: images for each prompt."""
     num_images: int
@@ -192,57 +189,54 @@ class ForeignFields(OptionFields, total=False):
     sampler_name: str | SamplerTable | SamplerSpec | Solver | None
     """The same as sampler: see canvax samplers."""
     init_image: Any
-    """The same as image: begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or
-    --mask; its size is generated unless -W and -H say otherwise."""
+    """The same as image: begin from this image, at its size without -W and -H; a model that edits reads it without
+    --strength and --mask."""
     input_image: Any
-    """The same as image: begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or
-    --mask; its size is generated unless -W and -H say otherwise."""
+    """The same as image: begin from this image, at its size without -W and -H; a model that edits reads it without
+    --strength and --mask."""
     images: Any
-    """The same as image: begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or
-    --mask; its size is generated unless -W and -H say otherwise."""
+    """The same as image: begin from this image, at its size without -W and -H; a model that edits reads it without
+    --strength and --mask."""
     mask_image: Any
-    """The same as mask: white is generated, black is kept; of the image's size."""
+    """The same as mask: mask of the image's size: white is generated."""
     denoising_strength: float | None
-    """The same as strength: the part of the run to do."""
+    """The same as strength: part of the run to do."""
     denoise: float | None
-    """The same as strength: the part of the run to do."""
+    """The same as strength: part of the run to do."""
     control_image: Any
-    """The same as control: the image that the ControlNet reads, such as edges; none for no image; for several types
-    TYPE=FILE,TYPE=FILE."""
+    """The same as control: image that the network reads; none for no image; for several types TYPE=FILE,TYPE=FILE."""
     controlnet_image: Any
-    """The same as control: the image that the ControlNet reads, such as edges; none for no image; for several types
-    TYPE=FILE,TYPE=FILE."""
+    """The same as control: image that the network reads; none for no image; for several types TYPE=FILE,TYPE=FILE."""
     adapter_image: Any
-    """The same as control: the image that the ControlNet reads, such as edges; none for no image; for several types
-    TYPE=FILE,TYPE=FILE."""
+    """The same as control: image that the network reads; none for no image; for several types TYPE=FILE,TYPE=FILE."""
     ddim_eta: float | None
     """The same as eta: noise that DDIM and ancestral samplers add."""
     cfg_rescale: float
-    """The same as guidance_rescale: against over-exposure at high guidance, as in Lin et al. 2024."""
+    """The same as guidance_rescale: against over-exposure at high guidance."""
     controlnet_conditioning_scale: float | Sequence[float]
-    """The same as control_scale: strength of the control image; X,X for two networks, as for the next three."""
+    """The same as control_scale: strength of control; X,X for two networks, as for the next three."""
     adapter_conditioning_scale: float | Sequence[float]
-    """The same as control_scale: strength of the control image; X,X for two networks, as for the next three."""
+    """The same as control_scale: strength of control; X,X for two networks, as for the next three."""
     control_weight: float | Sequence[float]
-    """The same as control_scale: strength of the control image; X,X for two networks, as for the next three."""
+    """The same as control_scale: strength of control; X,X for two networks, as for the next three."""
     control_guidance_start: float | Sequence[float]
-    """The same as control_start: the part of the run after which control begins."""
+    """The same as control_start: part of the run after which control begins."""
     guidance_start: float | Sequence[float]
-    """The same as control_start: the part of the run after which control begins."""
+    """The same as control_start: part of the run after which control begins."""
     control_guidance_end: float | Sequence[float]
-    """The same as control_end: the part of the run after which control ends."""
+    """The same as control_end: part of the run after which control ends."""
     guidance_end: float | Sequence[float]
-    """The same as control_end: the part of the run after which control ends."""
+    """The same as control_end: part of the run after which control ends."""
     adapter_conditioning_factor: float | Sequence[float]
-    """The same as control_end: the part of the run after which control ends."""
+    """The same as control_end: part of the run after which control ends."""
     subseed: int | None
-    """The same as variation_seed: mix the noise of this seed into the initial noise."""
+    """The same as variation_seed: seed of noise to mix in."""
     subseed_strength: float
     """The same as variation_strength: share of the variation seed's noise."""
     hr_scale: float
-    """The same as hires: a second pass at this many times the size, such as 2."""
+    """The same as hires: second pass at this many times the size."""
     hires_scale: float
-    """The same as hires: a second pass at this many times the size, such as 2."""
+    """The same as hires: second pass at this many times the size."""
     hr_second_pass_steps: int | None
     """The same as hires_steps: steps of the second pass."""
     hr_sampler_name: str | None
@@ -279,14 +273,13 @@ class CallFields(ForeignFields, total=False):
     """The keywords of a call."""
 
     height: int | None
-    """A multiple of 8, 16 or 32, as the model needs."""
+    """Multiple of 8, 16 or 32."""
     width: int | None
-    """A multiple of 8, 16 or 32, as the model needs."""
+    """Multiple of 8, 16 or 32."""
     num_inference_steps: int | None
-    """Sampler steps, at most the 1000 of the model's noise schedule."""
+    """Sampler steps, at most 1000."""
     guidance_scale: float | None
-    """Scale of guidance towards the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves the
-    work and is another program."""
+    """Strength of guidance; 1 or less (0 for Z-Image and Krea 2): none, in another program of half the work."""
     num_images_per_prompt: int
     """Images for each prompt."""
     seed: int | Sequence[int] | np.ndarray | Array | None
@@ -300,14 +293,14 @@ class CallFields(ForeignFields, total=False):
     params: Params | None
     """The parameters, if the pipeline does not hold them."""
     image: Any
-    """Begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or --mask; its size is
-    generated unless -W and -H say otherwise."""
+    """Begin from this image, at its size without -W and -H; a model that edits reads it without --strength and
+    --mask."""
     mask: Any
-    """White is generated, black is kept; of the image's size."""
+    """Mask of the image's size: white is generated."""
     strength: float | None
-    """The part of the run to do."""
+    """Part of the run to do."""
     control: Any
-    """The image that the ControlNet reads, such as edges; none for no image; for several types TYPE=FILE,TYPE=FILE."""
+    """Image that the network reads; none for no image; for several types TYPE=FILE,TYPE=FILE."""
     image_prompt: Any
     """Image prompts."""
     adapters: Any

@@ -443,8 +443,11 @@ class _Session:
 
     async def adapters(self, request: Request) -> Response:
         cards = await reading(self.engine.adapters, self.card(client_of(request)).id)
-        listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
-        return json_answer(listed)
+        return json_answer([
+            {"name": card.name, "alias": card.alias, "path": card.file, "suggested": card.suggested}
+            | {"metadata": {key: _table_in(text) for key, text in card.metadata.items()}}
+            for card in cards
+        ])  # fmt: skip
 
     async def refresh(self, kind: Literal["adapters", "embeddings"], request: Request) -> Response:
         await reading(partial(getattr(self.engine, kind), self.card(client_of(request)).id, refresh=True))
@@ -466,36 +469,33 @@ class _Session:
 def routes(engine: Engine) -> list[ApiPath]:
     """Return the paths, which these clients expect at the root of the server."""
     session = _Session(engine)
-    nothing, ask, read = Operation(_always(None)), "as A1111's clients ask.", "as A1111's clients read them."
-    both, made = f"Images of a prompt and an image, {ask}", "How an image was made, as A1111's clients read it."
+    nothing, both = Operation(_always(None)), "Images of a prompt and an image."
     gets = {name: Operation(_always(value)) for name, value in _EMPTY.items()} | {
-        "progress": Operation(session.progress, "How far A1111's clients are."),
-        "options": Operation(session.options, f"Settings, {read}"),
-        "samplers": Operation(_always(_samplers()), f"Samplers, {read}"),
-        "schedulers": Operation(_always(_schedulers()), f"Sigma schedules, {read}"),
-        "sd-models": Operation(session.models, f"Models, {read}"),
-        "loras": Operation(session.adapters, f"Adapters, {read}"),
-        "embeddings": Operation(session.embeddings, f"Embeddings, {read}"),
-        "sd-vae": Operation(session.autoencoders, f"VAEs that requests may name, {read}"),
+        "progress": Operation(session.progress, "How far the client's images are."),
+        "options": Operation(session.options, "Settings."),
+        "samplers": Operation(_always(_samplers()), "Samplers."),
+        "schedulers": Operation(_always(_schedulers()), "Sigma schedules."),
+        "sd-models": Operation(session.models, "Models."),
+        "loras": Operation(session.adapters, "Adapters."),
+        "embeddings": Operation(session.embeddings, "Embeddings."),
+        "sd-vae": Operation(session.autoencoders, "VAEs that requests may name."),
     }
     posts = {
-        "txt2img": Operation(
-            partial(session.generate, TextToImage), f"Images of a prompt, {ask}", TextToImage, images=True
-        ),
+        "txt2img": Operation(partial(session.generate, TextToImage), "Images of a prompt.", TextToImage, images=True),
         "img2img": Operation(partial(session.generate, ImageToImage), both, ImageToImage, images=True),
-        "extra-single-image": Operation(session.enlarge, f"An image made larger, {ask}", Enlargement, images=True),
-        "options": Operation(session.choose, "Choose the model, as A1111's clients do.", Settings),
-        "png-info": Operation(_png_info, made, ImageInfo, images=True),
-        "interrupt": Operation(session.interrupt, "Cancel the job that runs, as A1111's clients do."),
-        "skip": Operation(session.interrupt, "Cancel the job that runs, as `interrupt` does."),
+        "extra-single-image": Operation(session.enlarge, "An image made larger.", Enlargement, images=True),
+        "options": Operation(session.choose, "Choose the model.", Settings),
+        "png-info": Operation(_png_info, "How an image was made.", ImageInfo, images=True),
+        "interrupt": Operation(session.interrupt, "Cancel the job that runs."),
+        "skip": Operation(session.interrupt, "Cancel the job that runs."),
         "refresh-loras": Operation(partial(session.refresh, "adapters"), "Look for new adapters."),
         "refresh-embeddings": Operation(partial(session.refresh, "embeddings"), "Look for new embeddings."),
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
     }
     modules = _always({"module_list": ["none", *_MODULES]})
     controlnets = {
-        "model_list": Operation(session.controlnets, f"ControlNets that requests may name, {read}"),
-        "module_list": Operation(modules, f"Ways to prepare a control image, {read}"),
+        "model_list": Operation(session.controlnets, "ControlNets that requests may name."),
+        "module_list": Operation(modules, "Ways to prepare a control image."),
     }
     paths = [ApiPath(f"/sdapi/v1/{name}", error, POST=operation) for name, operation in posts.items()]
     paths += [ApiPath(f"/sdapi/v1/{name}", error, GET=operation) for name, operation in gets.items()]
@@ -547,6 +547,14 @@ def _is_called(card: ModelCard, wanted: list[str]) -> bool:
     parts = _parts(card.file or card.id)
     shorter = min(len(parts), len(wanted))
     return wanted == _parts(card.id) or wanted[-shorter:] == parts[-shorter:]
+
+
+def _table_in(text: str) -> Any:
+    """Return a text of metadata, or the table that it is in JSON."""
+    try:
+        return msgspec.json.decode(text) if text.startswith("{") else text
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def _described(card: ModelCard) -> dict[str, Any]:

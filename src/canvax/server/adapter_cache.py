@@ -30,12 +30,15 @@ from canvax.server.jobs import AdapterCard, Rejected, invalid
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.identify import LORA, family_of
 from canvax.weights.location import Location
-from canvax.weights.lora import read_adapter
+from canvax.weights.lora import RECORD, read_adapter, suggested, trained_schedule, trigger_words
 from canvax.weights.open import LORA_FILES, find_adapter
-from canvax.weights.safetensors import open_safetensors
+from canvax.weights.safetensors import open_safetensors, read_metadata
 
 KEPT = 2 << 30
 """Bytes of unused adapters that are kept on the host."""
+
+_LONGEST = 1 << 14
+"""Characters of an entry of metadata that clients see; longer ones are thumbnails and large data sets."""
 
 _USUAL_RANK, _MOST_RANK = 16, 128
 
@@ -143,7 +146,7 @@ class AdapterCache:
     def __init__(self, model: Model, mesh: Mesh, settings: AdapterSettings) -> None:
         self._model, self._settings = model, settings
         self._entries: OrderedDict[Path, tuple[float, Entry]] = OrderedDict()
-        self._fitting: dict[Path, tuple[float, bool]] = {}
+        self._stated: dict[Path, tuple[float, dict[str, str] | None]] = {}
         self._reading = threading.Lock()
         self.refresh()
         ranks, layers = _looked_at(model, self._files.paths.values())
@@ -170,21 +173,36 @@ class AdapterCache:
 
     def cards(self) -> list[AdapterCard]:
         """Return the files that are adapters of this model by their headers."""
-        files = self._files
-        cards = [AdapterCard(name, files.aliases[name] or name, path.name) for name, path in files.paths.items()]
-        return [card for card in cards if self._fits(files.paths[card.name])]
+        return [
+            self._card(name, path, metadata)
+            for name, path in self._files.paths.items()
+            if (metadata := self._metadata(path)) is not None
+        ]
 
-    def _fits(self, path: Path) -> bool:
-        """Check if a file has the names of an adapter and reads text of this model's width."""
+    def _card(self, name: str, path: Path, metadata: Mapping[str, str]) -> AdapterCard:
+        alias, own = metadata.get("ss_output_name") or name, self._model.scheduler.config
+        other = {key: value for key, value in trained_schedule(path, metadata).items() if own.get(key) != value}
+        words, usage = trigger_words(metadata), suggested(path.stem, metadata)
+        return AdapterCard(name, alias, path.name, metadata, words, usage, other)
+
+    def _metadata(self, path: Path) -> dict[str, str] | None:
+        """Return the metadata of an adapter for text of this model's width; None for other files."""
         try:
             changed = path.stat().st_mtime
-            if self._fitting.get(path, (0.0, False))[0] != changed:
+            if self._stated.get(path, (0.0, None))[0] != changed:
                 shapes = {entry.name: entry.shape for entry in open_safetensors(path, plain_names=False)}
-                width = family_of(shapes)[1]
-                self._fitting[path] = changed, LORA.is_this(shapes) and width in (0, self._model.text.width)
+                fits = LORA.is_this(shapes) and family_of(shapes)[1] in (0, self._model.text.width)
+                metadata = read_metadata(path) if fits else {}
+                trained_schedule(path, metadata)  # which a damaged record has not
+                shown = {
+                    key: text
+                    for key, text in metadata.items()
+                    if key.startswith(("ss_", "modelspec.", RECORD)) and len(text) <= _LONGEST
+                }
+                self._stated[path] = changed, shown if fits else None
         except (CheckpointError, OSError):
-            return False
-        return self._fitting[path][1]
+            return None
+        return self._stated[path][1]
 
     def read(self, name: str) -> Entry:
         """Read an adapter by its name, or by the name that its trainer gave it. No path is made of a name.

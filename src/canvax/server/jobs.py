@@ -465,11 +465,19 @@ class AdapterCard:
         name: name of its file.
         alias: name that its trainer gave it.
         file: file name without folders.
+        metadata: what trainers wrote into it, by the names of kohya and ModelSpec.
+        trigger_words: words that it was trained with.
+        suggested: arguments that it was made for; see ``canvax.weights.lora.suggested``.
+        without_effect: fields of its training's schedule that differ from the model's, which a server leaves alone.
     """
 
     name: str
     alias: str
     file: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    trigger_words: Sequence[str] = ()
+    suggested: Mapping[str, Any] = field(default_factory=dict)
+    without_effect: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

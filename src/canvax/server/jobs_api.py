@@ -154,7 +154,9 @@ def routes(engine: Engine) -> list[ApiPath]:
 
     async def adapters(request: Request) -> Response:
         model = request.query_params.get("model")
-        listed = [{"name": card.name, "alias": card.alias} for card in await reading(engine.adapters, model)]
+        names = ("name", "alias", "trigger_words", "suggested", "without_effect")
+        cards = await reading(engine.adapters, model)
+        listed = [{name: getattr(card, name) for name in names} for card in cards]
         words = [{"name": card.name, "fault": card.fault} for card in await reading(engine.embeddings, model)]
         return json_answer({"adapters": listed, "embeddings": words})
 

@@ -138,17 +138,16 @@ def routes(engine: Engine) -> list[ApiPath]:
         message = f"the model {name!r:.200} is not served here; ask for {known}"
         raise Rejected(404, "model_not_found", message, param="model")
 
-    ask, read = "as OpenAI's clients ask.", "as OpenAI's clients read"
-    edits = Operation(edit, f"Images of a prompt and an image, {ask}", Generation, images=True, form=True)
+    edits = Operation(edit, "Images of a prompt and an image.", Generation, images=True, form=True)
     paths = {
         "/images/generations": {
-            "POST": Operation(generate, f"Images of a prompt, {ask}", Generation),
+            "POST": Operation(generate, "Images of a prompt.", Generation),
             "OPTIONS": Operation(sign_of_life),
         },
         "/images/edits": {"POST": edits},
         "/images/variations": {"POST": Operation(vary)},
-        "/models": {"GET": Operation(models, f"Models, {read} them.")},
-        "/models/{name:path}": {"GET": Operation(model, f"A model, {read} it.")},
+        "/models": {"GET": Operation(models, "Models.")},
+        "/models/{name:path}": {"GET": Operation(model, "A model.")},
     }
     return [
         ApiPath(prefix + path, error, alias=prefix != _PREFIXES[0], **operations)

@@ -387,28 +387,40 @@ def _pixels(item: Item) -> HostArray:
     return item.pixels
 
 
-def shuffled(caption: str, keep: int, random: np.random.Generator) -> str:
-    """Return a caption with its comma-separated tags in random order; the first ``keep`` stay where they are."""
+def varied(
+    caption: str, random: np.random.Generator, *, keep: int = 0, shuffle: bool = True, dropout: float = 0.0
+) -> str:
+    """Return a caption with its comma-separated tags in random order, or without a share of them, as kohya's.
+
+    The first ``keep`` tags stay where they are.
+    """
     tags = [tag.strip() for tag in caption.split(",")]
     rest = tags[keep:]
-    return ", ".join([*tags[:keep], *(rest[i] for i in random.permutation(len(rest)))])
+    if shuffle:
+        rest = [rest[i] for i in random.permutation(len(rest))]
+    if dropout:
+        rest = [tag for tag, number in zip(rest, random.random(len(rest)), strict=True) if number >= dropout]
+    return ", ".join([*tags[:keep], *rest])
 
 
-def shuffling(
-    captions: Sequence[Sequence[Sequence[str]]], readers: Mapping[str, Reader], length: int, keep: int
+def varying(
+    captions: Sequence[Sequence[Sequence[str]]],
+    readers: Mapping[str, Reader],
+    length: int,
+    vary: Callable[[str, np.random.Generator], str],
 ) -> Callable[[int, HostArray, np.random.Generator], Mapping[str, Any]]:
-    """Return ``Dataset.changed``: one of the captions of each sample, with its tags in random order.
+    """Return ``Dataset.changed``: one of the captions of each sample, changed by ``vary``.
 
     Args:
         captions: for each part the captions of each image.
         readers: the tokenizers, see ``denoising_data``.
         length: T, tokens of a caption.
-        keep: tags at the beginning that stay where they are.
+        vary: returns a caption with random changes.
     """
 
     def changed(part: int, rows: HostArray, random: np.random.Generator) -> Mapping[str, Any]:
         of_all: list[Sequence[str]] = [captions[part][int(row)] for row in rows]
-        texts = [shuffled(own[int(random.integers(len(own)))], keep, random) for own in of_all]
+        texts = [vary(own[int(random.integers(len(own)))], random) for own in of_all]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", TruncationWarning)  # seen before the first step
             return {"captions": {name: reader(texts, length=length)[:, None] for name, reader in readers.items()}}

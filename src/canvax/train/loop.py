@@ -23,12 +23,13 @@ from canvax.train.session import (
     another_run,
     batch_indices,
     differences,
+    result_of,
     run_steps,
     step_key,
 )
 from canvax.train.settings import PlanRecord
 from canvax.train.state import check_arrays, read_facts
-from canvax.train.step import Loss, averaged, make_step
+from canvax.train.step import Loss, make_step
 from canvax.types import Array, HostArray
 
 __all__ = [
@@ -153,7 +154,7 @@ def fit(
 
         session = replace(session, log=with_rate)
     state, finished = advance(state, steps, session)
-    return averaged(state), finished
+    return result_of(state, session.mesh), finished
 
 
 def _steps_in(plan: Plan, trial: Callable[[Session], Any], session: Session, chunk: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,10 @@ from jax.sharding import Mesh
 from canvax.errors import InputError, conflict
 from canvax.families.base import Model
 from canvax.images.formats import written
-from canvax.models.denoiser import UNetDenoiser
 from canvax.params import Params, Spec
 from canvax.settings import check_all
 from canvax.train import low_rank
+from canvax.train.kohya import facts_of_settings
 from canvax.train.settings import TASKS, LoraRecord
 from canvax.train.state import in_dtype
 from canvax.train.task import FILE_CAPTIONS, PLAN, InitialState, Subject, Training, recorded, train
@@ -30,8 +31,6 @@ KINDS = ("dora", "conv_rank", "ranks", "lokr")
 
 FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers' ``load_lora_weights`` looks for in a folder."""
-
-_BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "stable-diffusion-xl-v1-base"}
 
 
 @dataclass(frozen=True)
@@ -139,16 +138,17 @@ class Lora(LoraRecord):
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
         """Write the LoRA file, with the model it was trained for in its metadata."""
-        denoiser = model.networks.denoiser
-        base = _BASES.get(denoiser.cfg.cross_attention_dim, "") if isinstance(denoiser, UNetDenoiser) else ""
         title = self.title or target.parent.name
         metadata = {
-            "modelspec.sai_model_spec": "1.0.0",
+            "modelspec.sai_model_spec": "1.0.1",
             "modelspec.title": title,
-            "modelspec.architecture": f"{base}/lora" if base else "",
             "modelspec.trigger_phrase": self.trigger,
             "ss_sd_model_name": written({"model": model.name})["model"],
             "ss_output_name": title,
+            "ss_text_encoder_lr": str(self.text_rate) if self.rates else "",
+            "ss_network_args": json.dumps(self._kohya_arguments) if self._kohya_arguments else "",
+            **facts_of_settings(training, model),
+            **training.facts,
             **recorded(training, model.overrides, self.changed),
         }
         low_rank.write_factors(
@@ -162,6 +162,13 @@ class Lora(LoraRecord):
             metadata={key: value for key, value in metadata.items() if value},
         )
         return target
+
+    @property
+    def _kohya_arguments(self) -> dict[str, str]:
+        """The kind of the factors as the ``network_args`` of kohya's trainers."""
+        rank, lokr = self.conv_rank, self.lokr
+        kinds = {"conv_dim": rank, "conv_alpha": rank and self.scale * rank, "algo": lokr and "lokr", "factor": lokr}
+        return {name: str(value) for name, value in {**kinds, "dora_wd": self.dora}.items() if value}
 
     def _factors(self, model: Model, training: Training) -> Params:
         """Make new factors, or read those of ``start``."""

@@ -443,15 +443,11 @@ def write_factors(
             for key, array in _named(component, name, arrays, scale, names, len(factors)):
                 array = array if key.endswith(".alpha") else narrowed(array, dtype)
                 to_save.append(ArrayToSave(key, array.shape, array.dtype, partial(np.asarray, array)))
-    text = {"format": "pt", **metadata}
+    text = {"format": "pt", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}", **metadata}
     if names == "peft":
         text["lora_adapter_metadata"] = json.dumps(_peft_settings(factors, chosen, rank, alpha), sort_keys=True)
     else:
-        text |= {
-            "ss_network_module": "lycoris.kohya" if lokr else "networks.lora",
-            "ss_network_dim": str(rank),
-            "ss_network_alpha": f"{alpha:g}",
-        }
+        text["ss_network_module"] = "lycoris.kohya" if lokr else "networks.lora"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_safetensors(path, to_save, text)
 

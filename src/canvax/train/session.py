@@ -30,6 +30,7 @@ from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
 from canvax.parallel.memory import available_bytes, free_bytes, gigabytes, program_bytes
 from canvax.parallel.mesh import make_mesh, replicated
+from canvax.parallel.place import is_split, whole
 from canvax.params import Params
 from canvax.settings import declared
 from canvax.train.log import Lines, Log, Progress, read_log
@@ -72,6 +73,7 @@ class Session:
         preview_steps: steps between previews, instead of ``preview_every``.
         watch: former name of ``log``; called with the step and the values.
         fsdp: ``fit`` also splits the trained parameters, their average and the optimizer's state over ``data``.
+            With several processes callbacks get whole parameters.
         lighter: called if the compiled step does not fit into the devices' free memory; the step, then compiled again,
             must need less from now on. A resumed run calls it at once if the run had called it.
         log: called with the step, values and images: after each chunk with the means of the logged values and
@@ -298,7 +300,7 @@ def run_steps(
     if not done:
         saved -= max(session.save_every - FIRST_STATE, 0)
     if session.save and session.saves(done, steps):
-        session.save(done, averaged(state))
+        session.save(done, result_of(state, mesh))
     kept["total"] = steps
     with _Writer(path if writes else None, kept) as writer, _signals() as signals:
         while done < steps:
@@ -334,9 +336,9 @@ def run_steps(
                 writer.write(state, done, wait=last or saves)
                 saved = now
             if session.save and saves:
-                session.save(done, averaged(state))
+                session.save(done, result_of(state, mesh))
             if session.preview and (done >= steps or preview):
-                seen = session.preview(done, averaged(state)) or {}
+                seen = session.preview(done, result_of(state, mesh)) or {}
                 numbers = {name: float(value) for name, value in seen.items() if np.ndim(value) == 0}
                 images: dict[str, Any] = {name: image for name, image in seen.items() if name not in numbers}
                 for part in ((numbers, {}), ({}, images)):
@@ -347,6 +349,13 @@ def run_steps(
                 break
     progress.close()
     return state, done >= steps
+
+
+def result_of(state: Any, mesh: Mesh) -> Any:
+    """Return ``averaged(state)``; what is split over processes is gathered on each device, as in a step."""
+    if not any(map(is_split, jax.tree.leaves(state))):
+        return averaged(state)
+    return jax.jit(averaged, out_shardings=replicated(mesh))(state)
 
 
 class _Writer:
@@ -378,13 +387,18 @@ class _Writer:
     def write(self, state: Any, done: int, *, wait: bool) -> None:
         """Write a state, and wait until it is there or only until it is copied: the next step overwrites it."""
         self._finish()
+        leaves = jax.tree.leaves(state)
         if self._path is None:
+            for leaf in filter(is_split, leaves):  # with the process that writes
+                whole(leaf)
             return
         room, facts = available_bytes(), {**self._facts, "done": done}
-        if wait or room is None or 2 * _bytes(state) > room:
-            save_state(self._path, state, facts)
+        copied = any(map(is_split, leaves)) or not (wait or room is None or 2 * _bytes(state) > room)
+        held = on_host(state) if copied else state
+        if copied and not wait:
+            self._last = self._thread.submit(save_state, self._path, held, facts)
         else:
-            self._last = self._thread.submit(save_state, self._path, on_host(state), facts)
+            save_state(self._path, held, facts)
 
     def _finish(self) -> None:
         last, self._last = self._last, None

@@ -43,11 +43,11 @@ class PlanRecord:
         flags=("--learning-rate", "--lr"),
     )  # fmt: skip
     warmup: int = setting(
-        None, "steps of linear warm-up of the learning rate", low=0, high=_MOST_STEPS,
+        None, "steps of linear warm-up", low=0, high=_MOST_STEPS,
         unset="a tenth of the steps, at most 500", metavar="N", flags=("--warmup", "--lr-warmup-steps"),
     )  # fmt: skip
     final: float = setting(
-        0.01, "share of the learning rate that a cosine ends at; 1 keeps it constant", low=0, high=1, metavar="SHARE",
+        0.01, "share of the learning rate that a cosine ends at; 1: constant", low=0, high=1, metavar="SHARE",
         flags=("--final-lr",),
     )  # fmt: skip
     b2: float = setting(0.99, "decay of Adam's second moment", low=0, high=1, below=True, closed=_NO_FLAG)
@@ -56,7 +56,7 @@ class PlanRecord:
     )  # fmt: skip
     clip: float = setting(1.0, "bound on the norm of the gradient", low=0, above=True, closed=_NO_FLAG)
     average: float = setting(
-        0.999, "decay of a moving average of the weights, such as 0.999; 0 for none", low=0, high=1, below=True,
+        0.999, "decay of a moving average of the weights, such as 0.999", low=0, high=1, below=True,
         cure="0.999 is usual", metavar="DECAY", flags=("--ema",),
     )  # fmt: skip
     seed: int = setting(
@@ -71,7 +71,7 @@ class PlanRecord:
     minutes: float | None = setting(None, "minutes that ``steps`` should take", low=0, above=True, closed=_NO_FLAG)
     optimizer: Optimizer = setting(
         "adamw",
-        "adamw, adafactor, lion, schedule-free, or prodigy, which finds its learning rate: give a factor of it, 1",
+        "adamw, adafactor, lion, schedule-free, or prodigy, whose learning rate is a factor: 1",
         metavar="NAME",
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ class TrainingRecord:
     caption_column: str = setting("text", "column of the captions", metavar="NAME")
     flip: bool = setting(False, "also train on mirrored images", flags=("--flip", "--random-flip"))
     gamma: float | None = setting(
-        None, "gamma of min-SNR loss weighting; 5 is usual", low=0, high=10**6, above=True, cure="5 is usual",
+        None, "gamma of min-SNR weighting; 5 is usual", low=0, high=10**6, above=True, cure="5 is usual",
         unset="none", metavar="GAMMA", flags=("--min-snr", "--snr-gamma"),
     )  # fmt: skip
     empty: float = setting(
@@ -99,7 +99,7 @@ class TrainingRecord:
         flags=("--empty-captions", "--proportion-empty-prompts", "--caption-dropout-rate"),
     )  # fmt: skip
     unmasked_weight: float | None = setting(
-        None, "smallest weight of pixels outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
+        None, "smallest weight outside of masks; 1 ignores masks", low=0, high=1, cure="0.1 is usual",
         unset="0", metavar="WEIGHT",
     )  # fmt: skip
     remat: bool | None = setting(
@@ -122,21 +122,21 @@ class TrainingRecord:
         flags=("--preview-every", "--validation-steps", "--sample-every-n-steps"),
     )  # fmt: skip
     save_steps: int | None = setting(
-        None, "save the weights of every Nth step, as ...-000500", low=1, high=_MOST_STEPS, unset="the last ones only",
+        None, "save the weights of every Nth step", low=1, high=_MOST_STEPS, unset="the last ones only",
         metavar="N", flags=("--save-every", "--checkpointing-steps", "--save-every-n-steps", "--save-steps"),
     )  # fmt: skip
     tensorboard: Any = setting(
-        None, "write curves and previews there, for TensorBoard", metavar="FOLDER",
+        None, "folder for TensorBoard", metavar="FOLDER",
         flags=("--tensorboard", "--logging-dir"),
     )  # fmt: skip
     loading: Mapping[str, Any] = field(default_factory=dict)
     times: Times | None = setting(
-        None, "training times: uniform, logit-normal (more in the middle), or shifted for the size of images",
+        None, "training times: uniform, logit-normal (more in the middle), or shifted by image size",
         unset="the model family's", metavar="NAME", flags=("--times", "--timestep-sampling"),
     )  # fmt: skip
-    fsdp: bool = setting(False, "split trained weights and moments over the devices")
+    fsdp: bool = setting(False, "split trained weights and moments over devices")
     buckets: bool = setting(
-        False, "train images of other shapes at sizes of the same area, instead of cropping them to squares",
+        False, "train at sizes of the same area, instead of cropping to squares",
         flags=("--buckets", "--enable-bucket"),
     )  # fmt: skip
     bucket_step: int = setting(
@@ -152,31 +152,34 @@ class TrainingRecord:
         metavar="PIXELS", flags=("--bucket-max", "--max-bucket-reso"),
     )  # fmt: skip
     validation: Any = setting(
-        None, "held-out images, whose loss is logged: a folder, a share such as 0.1, or a split, test or validation",
+        None, "held-out images: a folder, a share such as 0.1, or a split, test or validation",
         metavar="IMAGES", flags=("--validation", "--validation-split"),
     )  # fmt: skip
     references: Any = setting(
-        None, "folder of reference images with the names of the images, for a model that edits", metavar="FOLDER",
+        None, "folder of reference images of the same names, for a model that edits", metavar="FOLDER",
         unset="those of the table's column reference",
     )  # fmt: skip
     encoded: Any = setting(
-        None, "folder that keeps encoded images and texts, for several runs", metavar="FOLDER",
+        None, "folder of encoded images and texts, for several runs", metavar="FOLDER",
         unset="encoded in the folder of the run",
     )  # fmt: skip
     shuffle_captions: bool = setting(
-        False, "shuffle the comma-separated tags of a caption in each step",
+        False, "shuffle comma-separated tags of captions",
         flags=("--shuffle-captions", "--shuffle-caption"),
     )  # fmt: skip
     keep_tokens: int = setting(
-        0, "tags at the beginning that stay where they are", low=0, high=10**4, error_without="shuffle_captions=True",
-        metavar="N",
+        0, "first tags that stay where they are", low=0, high=10**4, metavar="N",
+    )  # fmt: skip
+    tag_dropout: float = setting(
+        0.0, "share of a caption's tags left out in each step", low=0, high=1, cure="0.1 is usual", metavar="SHARE",
+        flags=("--tag-dropout", "--caption-tag-dropout-rate"),
     )  # fmt: skip
     noise_offset: float = setting(
-        0.0, "share of noise that is the same all over a channel, for darker and brighter images; 0.05 is usual", low=0,
+        0.0, "share of noise that is constant in a channel; 0.05 is usual", low=0,
         high=1, cure="0.05 is usual", metavar="SHARE",
     )  # fmt: skip
     regularisation: Any = setting(
-        None, "folder of captioned images of the class (prior preservation), as many as of the others in an epoch",
+        None, "folder of captioned images of the class (prior preservation)",
         metavar="FOLDER", flags=("--regularisation", "--reg-data-dir"),
     )  # fmt: skip
     regularisation_weight: float = setting(
@@ -184,6 +187,9 @@ class TrainingRecord:
         error_without="regularisation='class'", flags=("--regularisation-weight", "--prior-loss-weight"),
     )  # fmt: skip
 
+
+TAGS = ("shuffle_captions", "tag_dropout", "keep_tokens")
+"""Settings that change the captions in each step."""
 
 MOST_RANK = 1024
 
@@ -237,23 +243,21 @@ class LoraRecord:
         "", "title for the file's metadata instead of the folder's name", metavar="TEXT",
     )  # fmt: skip
     start: Any = setting(
-        None, "begin with this LoRA, of the same rank and layers: a file, a folder or a Hub id", metavar="LORA",
+        None, "begin with this LoRA, of the same rank and layers", metavar="LORA",
         flags=("--from", "--network-weights"),
     )  # fmt: skip
     save_dtype: Any = setting(**_SAVE_DTYPE)
-    dora: bool = setting(
-        False, "also train the norm of the weights of each output (DoRA)", flags=("--dora", "--use-dora")
-    )
+    dora: bool = setting(False, "train a DoRA: also the norms of the weights", flags=("--dora", "--use-dora"))
     conv_rank: int | None = setting(
         None, "rank of 3 x 3 convolutions (LoCon)", low=1, high=MOST_RANK, unset="that of the others", metavar="N",
         error_without="layers='all'", flags=("--conv-rank", "--conv-dim"),
     )  # fmt: skip
     ranks: Mapping[str, int] | Sequence[str] = setting(
-        (), "another rank for the layers with this part in their name, such as mid_block=8", repeats=True,
+        (), "rank of layers with this part in their name: mid_block=8", repeats=True,
         metavar="PART=RANK", read=read_ranks,
     )  # fmt: skip
     lokr: int | None = setting(
-        None, "train a LoKr (LyCORIS): Kronecker products with a first factor of at most N x N", low=2, high=MOST_RANK,
+        None, "train a LoKr (LyCORIS), with a first factor of at most N x N", low=2, high=MOST_RANK,
         unset="a LoRA", cure="8 is usual", metavar="N", error_without="names='kohya'", flags=("--lokr", "--factor"),
     )  # fmt: skip
 
@@ -269,7 +273,7 @@ class InstanceRecord:
         None, '"a photo of a dog"; with it, prior preservation', metavar="PROMPT",
     )  # fmt: skip
     class_pictures: Any = setting(
-        None, "images of the class; missing ones are generated", error_without="class_prompt='a photo of a dog'",
+        None, "images of the class, generated if missing", error_without="class_prompt='a photo of a dog'",
         unset="class in the folder of the run", metavar="FOLDER", flags=("--class-images", "--class-data-dir"),
     )  # fmt: skip
     count: int = setting(
@@ -396,7 +400,7 @@ TASKS: Mapping[str, Task] = {
     "textual-inversion": Task(
         "teach a model a new word",
         "Train only the vectors of a new word, on a few images of its meaning.",
-        "images of what the word means; captions are not read", "the word is learned_embeds.safetensors",
+        "images of the word's meaning; captions are not read", "the word is learned_embeds.safetensors",
         (InversionRecord, WordCaptions), {"steps": 5000, "learning_rate": 5e-4}, captioned=False,
         without=("quantize", *_SETS),
     ),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, nearest, shown
+from canvax.parallel.place import is_split, put, whole
 from canvax.params import Params
 from canvax.train.objectives import cast
 from canvax.types import Array, DType, HostArray
@@ -98,7 +99,7 @@ def load_state(path: Path, like: Tree) -> Tree:
     if faults or len(entries) != len(expected):
         first = faults[0] if faults else "more arrays than the model has"
         raise CheckpointError(f"{path}: belongs to another model ({first}); delete it to begin again.")
-    leaves = [jax.device_put(entries[name].read().reshape(leaf.shape), leaf.sharding) for name, leaf in expected]
+    leaves = [put(entries[name].read().reshape(leaf.shape), leaf.sharding) for name, leaf in expected]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -113,13 +114,14 @@ def _on_host(leaf: Array) -> HostArray:
 
 
 def on_host(state: Tree) -> Tree:
-    """Copy a tree of device arrays to the host."""
+    """Copy a tree of device arrays to the host; those that are split over processes are gathered one by one."""
     leaves = jax.tree.leaves(state)
     for leaf in leaves:
-        leaf.copy_to_host_async()
+        if not is_split(leaf):
+            leaf.copy_to_host_async()
     # On the CPU a NumPy array of a device array is the same memory, which a step overwrites.
     shared = leaves[0].sharding.device_set.copy().pop().platform == "cpu"
-    return jax.tree.map(np.array if shared else np.asarray, state)
+    return jax.tree.map(lambda leaf: np.array(whole(leaf), copy=shared or None), state)
 
 
 def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from canvax.errors import InputError, check_count, check_function, shown
 from canvax.parallel import fsdp
-from canvax.parallel.multihost import is_spread
 from canvax.params import Params
 from canvax.train.state import TrainState, apart, check_arrays
 from canvax.types import Array
@@ -53,8 +53,8 @@ def make_step(
             [accumulate, B, ...]. The gradients are averaged.
         average: decay of a moving average of the parameters, which ``averaged`` returns; 0 for no averaging.
         mesh: devices that share the parameters, their average and the optimizer's state, each with a part of every
-            large array (FSDP; Rajbhandari et al. 2020, stage 3 of ZeRO). A step gathers the parameters, and has the
-            same numbers. None: each device has all of them.
+            large array (FSDP; Rajbhandari et al. 2020, stage 3 of ZeRO), in one process or several. A step gathers the
+            parameters, and has the same numbers. None: each device has all of them.
 
     Raises:
         InputError: an argument is invalid; or, when it is traced, the loss returns something else.
@@ -65,17 +65,17 @@ def make_step(
     check_count("accumulate", accumulate)
     if not 0 <= average < 1:
         raise InputError("average", "is not a decay in 0..1, 1 excluded", cure="0.999 is usual", value=average)
-    if mesh is not None and is_spread(mesh):
-        raise InputError("mesh", "has devices of several processes, which cannot share parameters yet")
 
-    def placed(tree: Tree) -> Tree:
-        return fsdp.split(tree, mesh) if mesh else tree
+    def begun(params: Params) -> TrainState:
+        memory = apart(optimizer.init(params), params)  # Prodigy's begins with the parameters
+        return TrainState(jnp.int32(0), params, _copy(params) if average else None, memory)
 
     def init(params: Params) -> TrainState:
         check_arrays("params", params, trained=True)
-        params = _copy(placed(params))
-        memory = apart(optimizer.init(params), params)  # Prodigy's begins with the parameters
-        return placed(TrainState(jnp.int32(0), params, _copy(params) if average else None, memory))
+        if mesh is None:
+            return begun(_copy(params))
+        params = fsdp.split(params, mesh, np.float32)
+        return jax.jit(begun, out_shardings=fsdp.shardings(jax.eval_shape(begun, params), mesh))(params)
 
     def checked(params: Params, samples: Any, shared: Any, key: Array) -> tuple[Array, dict[str, Array]]:
         return _checked(loss(fsdp.gathered(params, mesh) if mesh else params, samples, shared, key))

@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -61,14 +61,16 @@ from canvax.train.inputs import (
     items_of,
     keep,
     sees_references,
-    shuffling,
+    varied,
+    varying,
 )
 from canvax.train.kept import Store, fingerprint, in_batches, name_of
+from canvax.train.kohya import facts_of_images
 from canvax.train.log import VALIDATION, TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, REFERENCE, SPLITS, PictureFolder, Size, check_apart, open_pictures
-from canvax.train.settings import PlanRecord, TrainingRecord
+from canvax.train.settings import TAGS, PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
 from canvax.train.validation import Validation
 from canvax.types import DType, HostArray
@@ -113,7 +115,7 @@ class Training(TrainingRecord):
         times: distribution of the training times: "uniform", of the scheduler's; "logit-normal" (Esser et al. 2024,
             section 3.1); or "shifted" as at inference, for flow models whose times depend on the image size. By default
             that of the model's family: "shifted" for those models, "uniform" for others.
-        fsdp: split the trained parameters and the optimizer's moments over the devices of one process.
+        fsdp: split the trained parameters and the optimizer's moments over the devices.
         buckets: train an image at the size of about ``size`` x ``size`` pixels that is nearest to its shape; all images
             of an update have the same size.
         bucket_step: divisor of the sides of buckets.
@@ -122,6 +124,7 @@ class Training(TrainingRecord):
         shuffle_captions: shuffle the comma-separated tags of captions in each step; not for models whose captions are
             encoded before.
         keep_tokens: tags at the beginning of a caption that stay where they are.
+        tag_dropout: share of the other tags that are left out, drawn in each step.
         noise_offset: strength of noise that is the same all over a channel (Guttenberg 2023); not for flow models.
         validation: held-out images, whose loss at fixed times and noise is logged as "validation_loss" when previews
             are due: a folder or zip file, the share of the images that is left out of training, or the split "test"
@@ -133,9 +136,11 @@ class Training(TrainingRecord):
             edits by instruction; by default those in the column ``reference`` of the table, if there is one.
         encoded: folder of encoded images and texts, which are read again by the next run; by default ``encoded`` in
             ``folder``.
+        facts: metadata of the result about the images, which ``train`` adds.
     """
 
     plan: Plan = PLAN
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_all(self)
@@ -149,6 +154,8 @@ class Training(TrainingRecord):
             check_board(self.tensorboard)
         if self.preview_steps is not None and not self.prompts and self.validation is None:
             raise needs("preview_steps", "prompts='a cat'", "validation=0.1", value=self.preview_steps)
+        if self.keep_tokens and not (self.shuffle_captions or self.tag_dropout):
+            raise needs("keep_tokens", "shuffle_captions=True", "tag_dropout=0.1", value=self.keep_tokens)
         if self.validation is not None:
             object.__setattr__(self, "validation", _validation(self.validation))
         if self.encoded is not None:
@@ -303,8 +310,6 @@ def train(
         InputError: an argument is invalid, the model or an image cannot be used, or the folder contains another run.
         CheckpointError: the model cannot be read.
     """
-    if training.fsdp and is_spread(mesh):
-        raise InputError("fsdp", "is for the devices of one process", cure="leave it out", value=True)
     target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
@@ -390,10 +395,13 @@ def train(
         errors = validation_errors(*of_model, **computed)
         shown = _validated(Validation(errors, validated, {"frozen": start.frozen}, mesh, plan.batch), shown)
 
+    facts = facts_of_images(given.items, given.size, plan)
+
     def save(path: Path, trained: Params) -> None:
         with fail_together("saving") if is_spread(mesh) else nullcontext():
             if is_main_process(mesh) and not path.exists():  # a resumed run has the same weights at the same step
-                aim.save(path, model, params, trained, training)
+                steps = {"ss_steps": str(read_facts(state).get("done", plan.steps))}
+                aim.save(path, model, params, trained, replace(training, facts={**facts, **steps}))
 
     session = Session(
         training.folder / aim.part,
@@ -424,7 +432,7 @@ def _has_ladder(mesh: Mesh) -> bool:
 
 def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     """Return settings that must not change when a run is resumed."""
-    names = ("flip", "gamma", "empty", "quantize", "noise_offset", "shuffle_captions", "keep_tokens", "buckets")
+    names = ("flip", "gamma", "empty", "quantize", "noise_offset", "buckets", *TAGS)
     same = {name: getattr(training, name) for name in (*names, "bucket_step", "bucket_min", "bucket_max")}
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
@@ -437,10 +445,10 @@ def recorded(training: Training, overrides: Mapping[str, Any], more: Mapping[str
     schedule and prediction type; what they leave is that of whichever base the result is used with.
     """
     values = {name: getattr(training.plan, name) for name in declared(PlanRecord)}
-    for name, field in declared(TrainingRecord).items():
+    for name, setting in declared(TrainingRecord).items():
         value = getattr(training, name)
         if name not in ("dtype", "encoded", "tensorboard", "fsdp", "prompts", "preview_steps", "save_steps") and (
-            value != field.default
+            value != setting.default
         ):
             values[name] = Path(str(value)).name if name in ("regularisation", "validation", "references") else value
     changed = {**overrides.get("scheduler", {})}
@@ -499,9 +507,10 @@ def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
     if training.noise_offset and schedule.is_flow:
         problem = f"is not for {model.name}, a flow model"
         raise InputError("noise_offset", problem, cure="leave it out", value=training.noise_offset)
-    if training.shuffle_captions and model.networks.denoiser.component != "unet":
+    changed = next((name for name in TAGS if getattr(training, name)), None)
+    if changed and model.networks.denoiser.component != "unet":
         problem, cure = f"is not for {model.name}, whose captions are encoded before", "give images several captions"
-        raise InputError("shuffle_captions", problem, cure=cure, value=True)
+        raise InputError(changed, problem, cure=cure, value=getattr(training, changed))
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
         problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
         raise InputError("model", problem, cure="train a LoRA", value=training.model)
@@ -895,9 +904,12 @@ def _data(
     data, shared = parts[0]
     repeats = [[item.repeats for item in items] for items in groups]
     changed = None
-    if training.shuffle_captions:
+    if training.shuffle_captions or training.tag_dropout:
         captions: Any = [_spelled(model, items) for items in groups]
-        changed = shuffling(captions, readers, length, training.keep_tokens)
+        vary = partial(
+            varied, keep=training.keep_tokens, shuffle=training.shuffle_captions, dropout=training.tag_dropout
+        )
+        changed = varying(captions, readers, length, vary)
     if changed or len(groups) > 1 or max(max(of_each) for of_each in repeats) > 1:
         data = Dataset([samples for samples, _ in parts], plan.batches, mesh, plan.seed, repeats, changed)
     if given.prior:

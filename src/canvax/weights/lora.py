@@ -44,6 +44,7 @@ _SHOWN = {
     "made for": "modelspec.architecture", "base model": "ss_base_model_version", "trained on": "ss_sd_model_name",
     "trainer": "ss_network_module", "declared rank": "ss_network_dim", "declared alpha": "ss_network_alpha",
     "settings": "ss_network_args", "name of the trainer": "ss_output_name", "description": "modelspec.description",
+    "images": "ss_num_train_images", "size": "ss_resolution", "steps": "ss_steps", "clip skip": "ss_clip_skip",
     "training": RECORD,
 }  # fmt: skip
 """Keys of a file's metadata (kohya's trainer; ModelSpec 1.0) that are displayed, and their labels."""
@@ -391,7 +392,11 @@ def adapter_info(path: Path) -> dict[str, Any]:
         "text_width": width or None,
         "trigger_words": trigger_words(metadata),
         "suggested": suggested(path.stem, metadata),
-        "metadata": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
+        "metadata": {
+            name: metadata[key][:_LONGEST]
+            for name, key in _SHOWN.items()
+            if metadata.get(key) not in (None, "", "None")
+        },
     }
 
 

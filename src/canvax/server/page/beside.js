@@ -14,6 +14,8 @@ const SHOWN_SIDE = 320;
 let card = null;
 /** Resolved once the adapters of the chosen model are listed. */
 let listing = Promise.resolve();
+/** Adapters by name: the words and settings that they were trained with. */
+let known = {};
 
 const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
@@ -156,8 +158,16 @@ async function listAdapters(model) {
   offerWords(embeddings);
   const named = ({ name, alias }) => el("option", { value: name, textContent: alias === name ? name : `${name} (${alias})` });
   $("adapter-add").replaceChildren(el("option", { value: "", textContent: "Add an adapter…" }), ...adapters.map(named));
+  known = Object.fromEntries(adapters.map((one) => [one.name, one]));
   $("adapters").hidden = !adapters.length;
   showAdapters(adaptersNow());
+}
+
+/** What its file says of its use. */
+function hintOf({ trigger_words: words = [], suggested = {}, without_effect: other = {} }) {
+  const settings = (of) => Object.entries(of).map(([name, value]) => `${name.replace("num_inference_", "").replaceAll("_", " ")} ${value}`).join(", ");
+  const parts = [["Trained with", words.slice(0, 5).join(", ")], ["Made for", settings(suggested)], ["Trained with, but not sampled with", settings(other)]];
+  return parts.filter(([, text]) => text).map(([start, text]) => `${start} ${text}.`).join(" ");
 }
 
 function addAdapter(name, weight = 1) {
@@ -170,7 +180,7 @@ function addAdapter(name, weight = 1) {
     changed();
   });
   const label = el("label", { htmlFor: id, textContent: name }, el("span", { className: "hidden", textContent: " weight" }));
-  const row = el("li", { className: "pair" }, label, el("div", { className: "row tight" }, input, remove));
+  const row = el("li", {}, el("div", { className: "pair" }, label, el("div", { className: "row tight" }, input, remove)), el("p", { className: "hints", textContent: hintOf(known[name]) }));
   row.dataset.name = name;
   $("adapter-list").append(row);
   return input;
@@ -185,9 +195,8 @@ export async function setAdapters(weights) {
 
 /** Those of adapters that are not there are left out. */
 function showAdapters(weights) {
-  const known = new Set([...$("adapter-add").options].map(({ value }) => value));
   $("adapter-list").replaceChildren();
-  for (const [name, weight] of Object.entries(weights)) if (known.has(name)) addAdapter(name, weight);
+  for (const [name, weight] of Object.entries(weights)) if (Object.hasOwn(known, name)) addAdapter(name, weight);
   showBesideText();
 }
 
@@ -237,7 +246,7 @@ export async function restoreBeside({ control: seen = null, image_prompt: image 
 }
 
 /** The names of the adapters that the prompt may have. */
-export const adapterNames = () => [...$("adapter-add").options].map(({ value }) => value).filter(Boolean);
+export const adapterNames = () => Object.keys(known);
 
 /** What stands in the folded parts, in a line each. */
 export function showBesideText() {
