@@ -21,7 +21,7 @@ from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.parallel.place import HOST
 from canvax.pipelines.adapter_files import file_of
-from canvax.weights.lora import adapter_info, suggested
+from canvax.weights.lora import RECORD, adapter_info, suggested
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
 from tests.support.drawing import one_device
@@ -628,3 +628,10 @@ def test_a_file_suggests_what_its_model_can_use(layer: str, sampler: str | None,
     info = adapter_info(write(tmp_path / "Hyper-8steps-lora.safetensors", arrays))
     assert info["suggested"].get("sampler") == sampler
     assert [*info["parts"]] == ["UNet: LoRA" if sampler else "transformer: LoRA"]
+
+
+@pytest.mark.parametrize("damage", ["[1]", '{"call": [1]}', "{", '{"call": {"num_inference_steps": [4]}}'])
+def test_a_training_records_the_suggestion(damage: str) -> None:
+    call = {"num_inference_steps": 4, "guidance_scale": 1.0}
+    assert suggested("ink", {RECORD: json.dumps({"call": call | {"prompt": "a cat"}})}, unet=True) == call
+    assert suggested("ink", {RECORD: damage}, unet=True) == {}

@@ -122,6 +122,19 @@ def test_preferences(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert new > old + 0.1
 
 
+@pytest.mark.weekly
+def test_distillation(run: Any, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = run("distil.py", 20, 16)
+    width, height = Image.open(path).size
+    assert width == 2 * height  # six images of teacher, teacher in few steps, student
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    losses = np.array([[float(line[3].rstrip(",")), float(line[-1])] for line in lines if line[:1] == ["update"]])
+    assert (losses[-1] < 0.6 * losses[0]).all()
+    assert losses[0, 1] < 0.12  # already near the teacher's images
+    call = {"num_inference_steps": 4, "guidance_scale": 1.0}
+    assert canvax.load("emoji", progress=False).adapters.load("student", here / "distil.safetensors").suggested == call
+
+
 @pytest.mark.parametrize("words", [(), ("meanflow", "repa")])
 @pytest.mark.weekly
 def test_from_scratch(run: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -51,6 +52,7 @@ _SHOWN = {
 _OF_A_UNET = re.compile(r"(down|up|input|output)_blocks|mid(dle)?_block|conv_(in|out)")
 """Parts of the names of a UNet's layers."""
 
+_CALL = ("sampler", "spacing", "eta", "num_inference_steps", "guidance_scale")
 _STEPS = re.compile(r"(\d+)[ _-]?steps?")
 _LONGEST = 300
 
@@ -409,12 +411,21 @@ def trained_schedule(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         CheckpointError: the record of the training is damaged.
     """
     try:
-        fields = json.loads(metadata.get(RECORD, "{}")).get("scheduler", {})
-        if isinstance(fields, dict):
-            return {name: value for name, value in fields.items() if not name.startswith("_")}
-    except (ValueError, AttributeError, RecursionError):
-        pass
-    raise CheckpointError(f"{path}: its {RECORD} is not JSON of a table. Save it again.")
+        fields = _recorded(metadata, "scheduler")
+    except ValueError:
+        raise CheckpointError(f"{path}: its {RECORD} is not JSON of a table. Save it again.") from None
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
+
+
+def _recorded(metadata: Mapping[str, str], part: str) -> dict[str, Any]:
+    """Return a table in the record of a training, empty if it is not there; ValueError if the record is damaged."""
+    try:
+        fields = json.loads(metadata.get(RECORD, "{}")).get(part, {})
+    except (AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{part} is no table")
+    return fields
 
 
 def trigger_words(metadata: Mapping[str, str]) -> list[str]:
@@ -434,8 +445,13 @@ def suggested(name: str, metadata: Mapping[str, str], *, unet: bool) -> dict[str
 
     LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), DMD2
     (Yin et al. 2024), FLUX.1-Turbo-Alpha (Alimama 2024) and Qwen-Image-Lightning (LightX2V 2025) are recognised by the
-    file's name or its title. Without ``unet`` it is for a transformer, which keeps its sampler and guidance scale.
+    file's name or its title. Others record them as ``call`` in the record of their training. Without ``unet`` the
+    adapter is for a transformer, which keeps its sampler and guidance scale.
     """
+    with suppress(ValueError):
+        call = _recorded(metadata, "call")
+        if known := {key: call[key] for key in _CALL if isinstance(call.get(key), str | int | float)}:
+            return known
     words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
     match = _STEPS.search(words)
     steps = int(match[1]) if match and 1 <= int(match[1]) <= 16 else None
