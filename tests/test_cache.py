@@ -80,7 +80,8 @@ def process(*command: str, **environment: str) -> str:
         [sys.executable, *command], env=os.environ | environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "warning" not in done.stderr.lower()
+    warnings = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
+    assert all("saves nothing" in line for line in warnings), warnings  # of offloading on a CPU
     return done.stdout
 
 

@@ -704,9 +704,9 @@ def test_another_size_is_compiled_on_demand_while_others_go_on(monkeypatch: pyte
     monkeypatch.setattr(models, "MOST_GROUPS", 1)
     made, make = list[str](), Group.compile
 
-    def compiled(group: Group, *arguments: Any) -> None:
+    def compiled(group: Group, *arguments: Any, **keywords: Any) -> None:
         made.append(group.key.size)
-        make(group, *arguments)
+        make(group, *arguments, **keywords)
 
     monkeypatch.setattr(Group, "compile", compiled)
     engine = started(compile_on_demand=True)
