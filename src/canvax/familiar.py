@@ -190,6 +190,7 @@ FLAX: dict[str, ForeignName] = {
     **same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
     **same("FlaxDiffusionPipeline", "write FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline"),
     **same("FlaxLMSDiscreteScheduler", "write pipe(prompt, sampler='LMS') with pipe = canvax.load(model)"),
+    **same("FlaxKarrasVeScheduler FlaxScoreSdeVeScheduler", "not supported: no released model uses it"),
     **same("jax_utils", "replicate and unreplicate are in canvax.flax_api itself"),
 }
 """Names looked for in the module :mod:`canvax.flax_api`."""
