@@ -206,6 +206,12 @@ class StubGroup(Group):
 
     def _params(self, **_: Any) -> Any: ...
 
+    def lacks(self, item: Item) -> bool:
+        return False
+
+    def summary(self) -> str:
+        return ""
+
     def _decode(self, params: Any, latents: Sequence[np.ndarray]) -> Any:
         WORLD.call("decode", DECODE)
         return [np.zeros((8, 8, 3), np.float32) for _ in latents]
@@ -242,7 +248,7 @@ class StubServed(ServedModel):
         networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=denoiser)
         defaults = SimpleNamespace(num_inference_steps=20)
         model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES, streamed=False)
-        model.text = SimpleNamespace(names=())
+        model.text = SimpleNamespace(names=(), encoders=())
         self.name, self.params, self.model, self.on_request = name, {} if weights else None, model, not weights
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.sha256, self.shelf, self._load = None, "", StubShelf(), load  # type: ignore[assignment]
@@ -262,7 +268,7 @@ class StubServed(ServedModel):
     def sizes(self, warm: Any) -> Iterator[Any]:
         yield (SIZES[0], SIZES[0]), tuple(ROW)
 
-    def build(self, key: GroupKey, batches: Sequence[int], announce: Any) -> Group:
+    def build(self, key: GroupKey, batches: Sequence[int], announce: Any, *, image: bool = True) -> Group:
         WORLD.call("build")
         return StubGroup(key, batches)
 

@@ -259,7 +259,7 @@ class LoadedModel:
             parts[program.name] = sum(sizes[name] for name in program.reads)
             ahead[program.name] = AHEAD * max(layers.get(name, 0) for name in program.reads)
         left = sum(map(size, networks.specs(kind, streamed=True).values()))
-        streamed = left + max(used + ahead[name] for name, used in programs.items())
+        streamed = left + max((used + ahead[name] for name, used in programs.items()), default=0)
         if self.offloads:
             return Memory(0, {name: size + parts[name] for name, size in programs.items()}, free, streamed=streamed)
         held = weights if self.params is not None else 0

@@ -57,7 +57,8 @@ def check_references(value: Any, networks: Networks) -> References:
     """
     several = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4
     count = len(value) if several else 1
-    if not 1 <= count <= (most := networks.denoiser.facts.most_references):
+    most = networks.denoiser.facts.most_references
+    if not 1 <= count <= most:
         raise InputError("image", f"has {count} reference images", cure=f"give 1 to {most}" if most > 1 else "give 1")
     images = read_images("image", value, count, alpha=networks.image_mode == "RGBA")
     fitted = [_fitted(image, networks, count) for image in images]
