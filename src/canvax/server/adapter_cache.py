@@ -146,7 +146,7 @@ class AdapterCache:
     def __init__(self, model: Model, mesh: Mesh, settings: AdapterSettings) -> None:
         self._model, self._settings = model, settings
         self._entries: OrderedDict[Path, tuple[float, Entry]] = OrderedDict()
-        self._stated: dict[Path, tuple[float, dict[str, str] | None]] = {}
+        self._cards: dict[tuple[str, Path], tuple[float, AdapterCard | None]] = {}
         self._reading = threading.Lock()
         self.refresh()
         ranks, layers = _looked_at(model, self._files.paths.values())
@@ -173,37 +173,37 @@ class AdapterCache:
 
     def cards(self) -> list[AdapterCard]:
         """Return the files that are adapters of this model by their headers."""
-        return [
-            self._card(name, path, metadata)
-            for name, path in self._files.paths.items()
-            if (metadata := self._metadata(path)) is not None
-        ]
+        each = (self._card(name, path) for name, path in self._files.paths.items())
+        return [card for card in each if card is not None]
 
-    def _card(self, name: str, path: Path, metadata: Mapping[str, str]) -> AdapterCard:
-        alias, own = metadata.get("ss_output_name") or name, self._model.scheduler.config
-        other = {key: value for key, value in trained_schedule(path, metadata).items() if own.get(key) != value}
-        words = trigger_words(metadata)
-        usage = suggested(path.stem, metadata, unet=self._model.networks.denoiser.component == "unet")
-        return AdapterCard(name, alias, path.name, metadata, words, usage, other)
-
-    def _metadata(self, path: Path) -> dict[str, str] | None:
-        """Return the metadata of an adapter for text of this model's width; None for other files."""
+    def _card(self, name: str, path: Path) -> AdapterCard | None:
+        """Return what clients see of an adapter, read again when its file changes; None for other files."""
         try:
             changed = path.stat().st_mtime
-            if self._stated.get(path, (0.0, None))[0] != changed:
-                shapes = {entry.name: entry.shape for entry in open_safetensors(path, plain_names=False)}
-                fits = LORA.is_this(shapes) and family_of(shapes)[1] in (0, self._model.text.width)
-                metadata = read_metadata(path) if fits else {}
-                trained_schedule(path, metadata)  # which a damaged record has not
-                shown = {
-                    key: text
-                    for key, text in metadata.items()
-                    if key.startswith(("ss_", "modelspec.", RECORD)) and len(text) <= _LONGEST
-                }
-                self._stated[path] = changed, shown if fits else None
+            if self._cards.get((name, path), (0.0, None))[0] != changed:
+                self._cards[name, path] = changed, self._read_card(name, path)
         except (CheckpointError, OSError):
             return None
-        return self._stated[path][1]
+        return self._cards[name, path][1]
+
+    def _read_card(self, name: str, path: Path) -> AdapterCard | None:
+        """Read the header of an adapter for text of this model's width; None for other files."""
+        shapes = {entry.name: entry.shape for entry in open_safetensors(path, plain_names=False)}
+        if not LORA.is_this(shapes) or family_of(shapes)[1] not in (0, self._model.text.width):
+            return None
+        metadata = read_metadata(path)
+        trained = trained_schedule(path, metadata)
+        shown = {
+            key: text
+            for key, text in metadata.items()
+            if key.startswith(("ss_", "modelspec.", RECORD)) and len(text) <= _LONGEST
+        }
+        usual = self._model.scheduler.config
+        return AdapterCard(
+            name, shown.get("ss_output_name") or name, path.name, shown, trigger_words(shown),
+            suggested(path.stem, shown, unet=self._model.networks.denoiser.component == "unet"),
+            {key: value for key, value in trained.items() if usual.get(key) != value},
+        )  # fmt: skip
 
     def read(self, name: str) -> Entry:
         """Read an adapter by its name, or by the name that its trainer gave it. No path is made of a name.
