@@ -130,16 +130,20 @@ class Group:
 
     def compile_encoder(self, params: Params, announce: BuildCallback | None = None) -> None:
         """Make the encoder of images to begin from ready. May run in any thread; ``params`` may be shapes."""
+        reads = self.key.kinds.of(ReadsImage)
+        assert reads is not None
         assert self._ready is not None
-        (name,) = ReadsImage("whole").names
+        (name,) = reads.names
         encoder = self._programs.program(name, params, self._latents(self.alone), self.key.kinds, announce)
         self._ready = {**self._ready, name: encoder}
 
     def lacks(self, item: Item) -> bool:
         """Return whether an image begins from an image, whose encoder is not compiled yet."""
-        begins = item.request.init_images is not None and item.request.init_images.latents is None
+        images = item.request.init_images
+        if images is None or images.latents is not None or self._ready is None:
+            return False
         reads = self.key.kinds.of(ReadsImage)
-        return begins and reads is not None and self._ready is not None and not {*reads.names} <= self._ready.keys()
+        return reads is not None and not {*reads.names} <= self._ready.keys()
 
     def count(self, *, image: bool) -> int:
         """Return the number of programs that ``compile`` makes."""
