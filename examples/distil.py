@@ -2,7 +2,7 @@
 
 The teacher is the model in many guided steps, and draws from prompts alone: no images are needed. A LoRA learns to
 reach the same latents from the same noise in 4 steps without guidance, after every step: progressive distillation
-(Salimans & Ho 2022) of a guided model (Meng et al. 2023), through the whole run. It needs pip install '.[train]'.
+(Salimans & Ho 2022) of a guided model (Meng et al. 2023), through the whole run. It needs pip install ".[train]".
 """
 
 import json

@@ -400,7 +400,7 @@ class OptionRecord:
         unset="the model's", group=SAMPLING, metavar="CURVE", read=read_levels, per_image=True,
     )  # fmt: skip
     sampler_settings: Mapping[str, Any] | Sequence[str] = setting(
-        (), "setting of the sampler, such as s_churn=10", group=SAMPLING, metavar="NAME=VALUE",
+        (), "setting of the sampler, for example s_churn=10", group=SAMPLING, metavar="NAME=VALUE",
         flags=("--set", "--sampler-settings"), repeats=True, read=read_pairs, per_image=True,
     )  # fmt: skip
     guidance_steps: Sequence[float] | None = setting(
@@ -425,7 +425,7 @@ class OptionRecord:
         metavar="KIND", hint_without=("guidance",), read=read_guidance_method,
     )  # fmt: skip
     guidance_settings: Mapping[str, Any] | Sequence[str] = setting(
-        (), "setting of the guidance method, such as norm=2.5", group=SAMPLING, metavar="NAME=VALUE", repeats=True,
+        (), "setting of the guidance method, for example norm=2.5", group=SAMPLING, metavar="NAME=VALUE", repeats=True,
         read=read_pairs,
     )  # fmt: skip
     pag_scale: float = setting(

@@ -44,7 +44,7 @@ class OptionFields(TypedDict, total=False):
     sigmas: str | Sequence[float] | None
     """Sigma schedule: karras, ays, ... (canvax samplers curves) or a list: 14.6,6,2,0.5,0."""
     sampler_settings: Mapping[str, Any] | Sequence[str]
-    """Setting of the sampler, such as s_churn=10."""
+    """Setting of the sampler, for example s_churn=10."""
     guidance_steps: Sequence[float] | None
     """Guidance scale of each step."""
     guidance_interval: Sequence[float]
@@ -56,7 +56,7 @@ class OptionFields(TypedDict, total=False):
     guidance_method: GuidanceFunction | GuidanceMethod | None
     """Cfg, cfg_pp (scale 0..2), cfg_norm, cfg_zero or apg; in Python also a function or a rule."""
     guidance_settings: Mapping[str, Any] | Sequence[str]
-    """Setting of the guidance method, such as norm=2.5."""
+    """Setting of the guidance method, for example norm=2.5."""
     pag_scale: float
     """Perturbed-attention guidance; 3 is usual; one more evaluation for each step."""
     pag_adaptive_scale: float

@@ -261,7 +261,7 @@ class LoadedModel:
         left = sum(map(size, networks.specs(kind, streamed=True).values()))
         streamed = left + max((used + ahead[name] for name, used in programs.items()), default=0)
         if self.offloads:
-            return Memory(0, {name: size + parts[name] for name, size in programs.items()}, free, streamed=streamed)
+            return Memory(0, {name: used + parts[name] for name, used in programs.items()}, free, streamed=streamed)
         held = weights if self.params is not None else 0
         return Memory(weights, programs, None if free is None else free + held, parts, streamed)
 
