@@ -1187,6 +1187,28 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
 
 
 @browser_only
+def test_models_that_a_controlnet_does_not_fit(site: Site) -> None:
+    """The list names the network, and the choice of the model the reason."""
+    page = site.page
+    alien = ControlCard("alien", fault="alien is for Stable Diffusion XL.")
+    site.engine.cards = (CARD, replace(CARD, id="other", controls=(NETS[0], alien)))
+    site.open()
+    first, other = page.locator("#model option").all_inner_texts()
+    assert "alien" not in first
+    assert "other" in other
+    assert "alien" in other
+    page.select_option("#model", "other")
+    assert "alien is for Stable Diffusion XL" in page.locator(".toast").inner_text()
+    page.click("#control summary")
+    assert page.locator("#control-network option:disabled").get_attribute("value") == "alien"
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    page.wait_for_selector("#control-remove", state="visible")
+    site.draw("a red apple")
+    assert isinstance(site.bodies[0]["control"], str)
+    assert "controlnet" not in site.bodies[0]
+
+
+@browser_only
 def test_controlnets_of_the_folder(site: Site) -> None:
     """Beside those of the start; those of another family are listed and cannot be chosen."""
     page = site.page

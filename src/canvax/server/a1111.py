@@ -738,7 +738,7 @@ def _controls(body: TextToImage, card: ModelCard, image: Image.Image | None) -> 
     width, height = image.size if image else card.native
     size, pixels, usual = (body.width or width, body.height or height), Pixels(), ControlUnit()
     named = [(re.sub(r" \[[0-9a-f]+\]$", "", unit.model.strip()), unit) for unit in units]
-    at_start = [net.name for net in card.controls]
+    at_start = [net.name for net in card.controls if not net.fault]
     names = [name for name, _ in named]
     entries: list[tuple[str, ControlUnit | None]] = [*named]
     if len({*names}) == len(names) and {*names} <= {*at_start}:  # networks of the start are there together

@@ -264,10 +264,9 @@ def _rounded(seconds: float | None) -> float | None:
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "size", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
-             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength")  # fmt: skip
+             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength", "controls",
+             "controlnets", "ip_adapters")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
-    controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
-    fields |= {"controls": controls, "controlnets": card.controlnets, "ip_adapters": card.ip_adapters}
     return {"id": card.id, "name": card.id, "default": default, **fields}
 
 

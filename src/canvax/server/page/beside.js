@@ -19,7 +19,7 @@ let known = {};
 
 const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
-const optionsOf = (nets) => nets.map(({ name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
+export const optionsOf = (nets) => nets.map(({ name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
 
 /** An image beside the prompt: as it was given, which of the server's networks reads it, and how strongly. */
 class Beside {

@@ -1,6 +1,6 @@
 // The form: what to draw and how; the input image and its mask.
 import { getJson } from "./api.js";
-import { besideBody, besideFiles, besideImages, besideSettings, prepareBeside, restoreBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
+import { besideBody, besideFiles, besideImages, besideSettings, optionsOf, prepareBeside, restoreBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
 import { canvasOf, crisp, fitted, paint, paintedFrom, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
 import { inputs } from "./store.js";
@@ -27,6 +27,8 @@ let written = "";
 /** The card of a model; without a model, that of the first, which is the default. */
 export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
 export const model = () => cardOf($("model").value);
+/** The ControlNets of the start that a model cannot use. */
+const unfit = ({ controls }) => controls.filter(({ fault }) => fault);
 export const models = () => catalogue.models.map(({ id }) => id);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
 export const curves = () => catalogue.curves;
@@ -52,7 +54,7 @@ const option = ({ name, label }) => el("option", { value: name, textContent: lab
 
 export async function setCatalogue(models) {
   catalogue = models;
-  $("model").replaceChildren(...models.models.map(({ id, name }) => el("option", { value: id, textContent: name })));
+  $("model").replaceChildren(...models.models.map((card) => el("option", { value: card.id, textContent: [card.name, ...unfit(card).map(({ name }) => name)].join(" without ") })));
   $("model").value = cardOf()?.id;
   $("model-field").hidden = models.models.length < 2;
   $("sigmas").replaceChildren(el("option", { value: "", textContent: "The model's" }), ...models.curves.map(option));
@@ -168,7 +170,7 @@ function showModel() {
   $("sampler").replaceChildren(first, ...samplers().map(option));
   ownSettings();
   showVaes(card);
-  const changed = keepChosen(card, kept);
+  const changed = [...keepChosen(card, kept), ...unfit(card).map(({ fault }) => fault.replace(/\.$/, ""))];
   showInput();
   showSyntax();
   showBeside(card);
@@ -209,7 +211,7 @@ function keepChosen(card, { size, sampler, style, vae }) {
 /** The VAEs for a model; the chosen one stays, if it is among them. */
 function showVaes({ vae, vaes = {} }) {
   const before = $("vae").value;
-  const options = Object.entries(vaes).map(([name, fault]) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
+  const options = optionsOf(Object.entries(vaes).map(([name, fault]) => ({ name, fault })));
   $("vae").replaceChildren(el("option", { value: "", textContent: vae || "The model's" }), ...options);
   $("vae-field").hidden = !options.length;
   setVae(before);
