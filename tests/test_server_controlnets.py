@@ -115,11 +115,13 @@ def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.P
     made = drawn(unit | {"module": "canny", "control_mode": "ControlNet is more important"})
     job |= {"control": b64(ONE), "control_from": "canny", "control_mode": "control"}
     assert same(made, by_job(client, job)[0])
+    assert same(drawn(unit | {"resize_mode": "Resize and Fill"}), drawn(unit))
     plain = drawn(unit | {"enabled": False})
     assert not same(made, plain)
     assert same(plain, by_job(client, BODY)[0])
-    for wrong in ({"model": "None"}, {"model": "gone"}, {"module": "openpose"}, {"image": None}, {"resize_mode": 2},
-                  {"mask": b64(TWO)}, {"control_mode": 7}):  # fmt: skip
+    for wrong in ({"model": "None"}, {"model": "gone"}, {"module": "openpose"}, {"image": None}, {"resize_mode": 7},
+                  {"resize_mode": 2, "image": b64(ONE.resize((SIDE, 80)))}, {"mask": b64(TWO)},
+                  {"control_mode": 7}):  # fmt: skip
         scripts = {"ControlNet": {"args": [unit | wrong]}}
         assert client.post("/sdapi/v1/txt2img", json=BODY | {"alwayson_scripts": scripts}).status_code in (404, 422)
 
