@@ -442,6 +442,28 @@ def test_an_image_of_canvax_names_its_loras(
 
 
 @pytest.mark.parametrize(
+    ("digits", "differs"), [("0123456789", True), ("ABABABABAB", False), ("ab" * 32, False), ("01234567", False)]
+)
+def test_another_file_of_the_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    digits: str, differs: bool,
+) -> None:  # fmt: skip
+    """As far as its hash is known; the 8 digits of the oldest A1111 are no part of it."""
+    info, path = PngInfo(), str(tmp_path / "a.png")
+    settings = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64"
+    info.add_text("parameters", f"a fox\n{settings}, Model hash: {digits}, Model: deliberate_v2")
+    Image.new("RGB", (64, 64)).save(path, pnginfo=info)
+    for known in ("ab" * 32, ""):
+        monkeypatch.setattr("canvax.server.hashes.known_hash", lambda path, known=known: known)
+        for flags in ([], ["--model", "deliberate_v2"]):
+            gather(parse(["generate", "--from-image", path, *flags]))
+            assert ("ababababab" in capsys.readouterr().err) == (differs and bool(known))
+        assert main(["info", path, "--json"]) == 0
+        losses = json.loads(capsys.readouterr().out)["losses"][0]
+        assert len([clause for clause in losses if digits in clause]) == (differs and bool(known))
+
+
+@pytest.mark.parametrize(
     ("file", "model"),
     [("checkpoints/tiny", "checkpoints/tiny"), ("gone\\tiny", None), ("tiny.safetensors", None)],
 )

@@ -14,14 +14,14 @@ from canvax.cli.terminal import command_line
 from canvax.errors import InputError
 from canvax.images.infotext import settings_left
 from canvax.images.keys import keys_of, list_in, table_in
-from canvax.pipelines.again import CALL, lost_settings, settings_of
+from canvax.pipelines.again import CALL, lost_settings, other_hash, settings_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.texts import tags_of
 from canvax.scale.named_images import NONE
 from canvax.settings import as_flags, declared, offered
 from canvax.weights.data_folder import all_named, embedding_files, stem_of, usual_syntax
 from canvax.weights.identify import LORA, inspect
-from canvax.weights.location import BUNDLED
+from canvax.weights.location import BUNDLED, Location
 
 _NETWORKS = ("model", "scheduler", "controlnet", "ip_adapter", "ip_encoder")
 OF_MODEL = tuple(name for name in keys_of("model") if name not in _NETWORKS)
@@ -70,7 +70,9 @@ def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
         words += [*_flag("scale", tiles.get("scale")), *_flag("overlap", tiles.get("overlap"))]
     words += [*_adapters(metadata)]
     words += _flag("data_dir", data_dir if data_dir and _is_in_folder(words) else None)
-    return Again(command_line(words), [*losses(metadata), *vae_lost(metadata), *_image_prompts_lost(metadata)])
+    clauses = [*losses(metadata), *vae_lost(metadata), *_image_prompts_lost(metadata)]
+    clauses += other_file(metadata, recorded_model(metadata))
+    return Again(command_line(words), clauses)
 
 
 def losses(metadata: Mapping[str, Any]) -> Iterator[str]:
@@ -82,6 +84,17 @@ def losses(metadata: Mapping[str, Any]) -> Iterator[str]:
     if scheduler and scheduler != ZERO_SNR and "canvax" in metadata:
         yield f"its scheduler {scheduler} is for Python: canvax.load(scheduler=...)"
     yield from _adapters_lost(metadata)
+
+
+def other_file(metadata: Mapping[str, Any], model: Any) -> list[str]:
+    """Return a clause if the file of a model is another than that of an image, by known hashes; in a list, or none."""
+    from canvax.server.hashes import known_hash
+
+    path = None
+    with suppress(InputError):  # loading refuses it
+        path = Location(model).local() if model else None
+    found = other_hash(metadata, [known_hash(path)] if path and path.is_file() else [])
+    return [f"its model was the file with the {found}"] if found else []
 
 
 def vae_lost(metadata: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from canvax.cli.again import (
     is_weight,
     losses,
     lost_model,
+    other_file,
     recorded_model,
     recorded_part,
     vae_lost,
@@ -297,17 +298,18 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
             f"{where}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
             label="warning: ",
         )
-    for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata))]:
+    past = {"model": recorded_model(metadata)} | {name: recorded_part(metadata, name) for name in OF_MODEL}
+    model = arguments.model or past["model"]
+    for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata)), *other_file(metadata, model)]:
         complain(f"{where}: {clause}", label="warning: ")
     if is_lost(metadata) and not arguments.model:
         raise InputError(f"{where}: {lost_model(metadata)}; name your copy of it with --model")
-    past = {"model": recorded_model(metadata)} | {name: recorded_part(metadata, name) for name in OF_MODEL}
     if arguments.model and arguments.model != past["model"]:
         past["revision"] = past["variant"] = None
     parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}
     if "canvax" in metadata and metadata.get("scheduler") == ZERO_SNR:
         parts["scheduler"] = ZERO_SNR
-    return settings, load_of(arguments, model=arguments.model or past["model"] or "emoji", **parts)
+    return settings, load_of(arguments, model=model or "emoji", **parts)
 
 
 def _lora_name(text: str) -> str:
