@@ -1032,6 +1032,16 @@ def test_hints_stand_below_the_prompt(site: Site) -> None:
 
 
 @browser_only
+def test_words_that_the_model_has_never_seen_lead_to_other_models(site: Site) -> None:
+    cure = "canvax info stub --prompts lists what it knows; other pictures need another model"
+    site.engine.hints = (f"prompt has words that stub has never seen: elephant; {cure}", "(red:1.5) is read as text")
+    site.draw("a (red:1.5) elephant")
+    assert "canvax info" not in site.page.inner_text("#hints")
+    site.page.click("#hints >> text=Other models")
+    assert site.page.locator("#other-models[open] code").first.is_visible()
+
+
+@browser_only
 def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
     page = site.page
     page.fill("#prompt", "a (red:1.5) apple")
