@@ -54,7 +54,7 @@ const option = ({ name, label }) => choice(name, label);
 
 export async function setCatalogue(models) {
   catalogue = models;
-  $("model").replaceChildren(...models.models.map((card) => choice(card.id, [card.name, ...unfit(card).map(({ name }) => name)].join(" without "))));
+  $("model").replaceChildren(...models.models.map((card) => choice(card.id, card.name + unfit(card).map(({ name }) => ` (without ControlNet ${name})`).join(""))));
   $("model").value = cardOf()?.id;
   $("model-field").hidden = models.models.length < 2;
   $("sigmas").replaceChildren(choice("", "The model's"), ...models.curves.map(option));
