@@ -394,6 +394,76 @@ def test_an_image_of_a1111_names_its_vae(
 
 
 @pytest.mark.parametrize(
+    ("tag", "flags", "loras"),
+    [
+        ("<lora:ink:0.8>", [], ["ink:0.8"]),
+        ("<lora:ink>", [], ["ink:1.0"]),
+        ("<lora:ink:0.8>", ["--lora", "ink.safetensors:0.3"], ["ink.safetensors:0.3"]),
+        ("<lora:ink:0.8>", ["--lora", "style/twice"], ["style/twice", "ink:0.8"]),
+        ("<lora:ink:0.5:0.8>", [], []),  # --lora takes one number
+        ("<lora:twice:0.8>", [], []),  # two files
+        ("<lora:deliberate_v2:0.8>", [], []),  # a model
+        ("<lora:../Lora/style/ink:0.8>", [], []),
+    ],
+)
+def test_an_image_of_a1111_names_its_loras(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tag: str, flags: list[str], loras: list[str]
+) -> None:
+    info = PngInfo()
+    settings = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64, Model: tiny"
+    info.add_text("parameters", f"a fox {tag}\n{settings}")
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
+    arguments = parse(["generate", "--from-image", str(tmp_path / "a.png"), *flags])
+    ((image,), _), loaded = gather(arguments), [lora for lora in loras if lora not in flags]
+    assert (image.prompt, arguments.lora) == ("a fox", loras)
+    said = capsys.readouterr().err
+    assert all(f"--lora {lora}" in said for lora in loaded)
+    assert (tag in said) == (not loras)
+    assert main(["info", str(tmp_path / "a.png")]) == 0
+    *told, command = capsys.readouterr().out.splitlines()
+    assert all(f"--lora {lora}" in command for lora in loaded)
+    assert ("--lora" in command) == bool(loras)
+    assert any(tag in line or "takes one number" in line for line in told) == (not loras)
+
+
+@pytest.mark.parametrize(("file", "found"), [("ink", True), ("./ink.safetensors", True), ("./gone.safetensors", False)])
+def test_an_image_of_canvax_names_its_loras(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, found: bool
+) -> None:
+    adapters = {"it": {"file": file, "weight": 0.5}}
+    recorded = {"prompt": "a cat", "seed": 1, "model": "tiny", "canvax": "0.1.0", "adapters": adapters}
+    save_image(tmp_path / "a.png", Image.new("RGB", (8, 8)), recorded)
+    arguments = parse(["generate", "--from-image", str(tmp_path / "a.png")])
+    gather(arguments)
+    assert arguments.lora == ["ink:0.5"] * found
+    said = capsys.readouterr().err
+    assert ("--lora ink:0.5" in said) == found
+    assert ("generated with it" in said) != found
+
+
+@pytest.mark.parametrize(
+    ("digits", "differs"), [("0123456789", True), ("ABABABABAB", False), ("ab" * 32, False), ("01234567", False)]
+)
+def test_another_file_of_the_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    digits: str, differs: bool,
+) -> None:  # fmt: skip
+    """As far as its hash is known; the 8 digits of the oldest A1111 are no part of it."""
+    info, path = PngInfo(), str(tmp_path / "a.png")
+    settings = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64"
+    info.add_text("parameters", f"a fox\n{settings}, Model hash: {digits}, Model: deliberate_v2")
+    Image.new("RGB", (64, 64)).save(path, pnginfo=info)
+    for known in ("ab" * 32, ""):
+        monkeypatch.setattr("canvax.server.hashes.known_hash", lambda path, known=known: known)
+        for flags in ([], ["--model", "deliberate_v2"]):
+            gather(parse(["generate", "--from-image", path, *flags]))
+            assert ("ababababab" in capsys.readouterr().err) == (differs and bool(known))
+        assert main(["info", path, "--json"]) == 0
+        losses = json.loads(capsys.readouterr().out)["losses"][0]
+        assert len([clause for clause in losses if digits in clause]) == (differs and bool(known))
+
+
+@pytest.mark.parametrize(
     ("file", "model"),
     [("checkpoints/tiny", "checkpoints/tiny"), ("gone\\tiny", None), ("tiny.safetensors", None)],
 )

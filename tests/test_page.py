@@ -1032,6 +1032,16 @@ def test_hints_stand_below_the_prompt(site: Site) -> None:
 
 
 @browser_only
+def test_words_that_the_model_has_never_seen_lead_to_other_models(site: Site) -> None:
+    cure = "canvax info stub --prompts lists what it knows; other pictures need another model"
+    site.engine.hints = (f"prompt has words that stub has never seen: elephant; {cure}", "(red:1.5) is read as text")
+    site.draw("a (red:1.5) elephant")
+    assert "canvax info" not in site.page.inner_text("#hints")
+    site.page.click("#hints >> text=Other models")
+    assert site.page.locator("#other-models[open] code").first.is_visible()
+
+
+@browser_only
 def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
     page = site.page
     page.fill("#prompt", "a (red:1.5) apple")
@@ -1184,6 +1194,28 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.drop("body", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#input", state="visible")
     assert site.page.locator("#drop").is_hidden()
+
+
+@browser_only
+def test_models_that_a_controlnet_does_not_fit(site: Site) -> None:
+    """The list names the network, and the choice of the model the reason."""
+    page = site.page
+    alien = ControlCard("alien", fault="alien is for Stable Diffusion XL.")
+    site.engine.cards = (CARD, replace(CARD, id="other", controls=(NETS[0], alien)))
+    site.open()
+    first, other = page.locator("#model option").all_inner_texts()
+    assert "alien" not in first
+    assert "other" in other
+    assert "alien" in other
+    page.select_option("#model", "other")
+    assert "alien is for Stable Diffusion XL" in page.locator(".toast").inner_text()
+    page.click("#control summary")
+    assert page.locator("#control-network option:disabled").get_attribute("value") == "alien"
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    page.wait_for_selector("#control-remove", state="visible")
+    site.draw("a red apple")
+    assert isinstance(site.bodies[0]["control"], str)
+    assert "controlnet" not in site.bodies[0]
 
 
 @browser_only

@@ -183,7 +183,8 @@ def test_types_adapters_and_several_prompts(tmp_path: Path) -> None:
 def test_what_is_there_is_told(server: tuple[httpx.Client, ImageEngine]) -> None:
     (card,) = server[0].get("/api/models").json()["models"]
     assert card["controls"] == [
-        {"name": "edges", "kind": "controlnet", "types": []}, {"name": "colours", "kind": "t2i-adapter", "types": []},
+        {"name": "edges", "kind": "controlnet", "types": [], "fault": ""},
+        {"name": "colours", "kind": "t2i-adapter", "types": [], "fault": ""},
     ]  # fmt: skip
     assert card["ip_adapters"] == ["plain", "plus"]
 
@@ -198,7 +199,7 @@ def test_flags(root: Path, pipe: canvax.Pipeline) -> None:
     replica: Any = SimpleNamespace(_wanted=ServeArgs.of({"controlnet": listed[0], "ip_adapter": listed[1]}))
     with_flags = load_with(arguments, load_of(arguments, model=str(root / "base")))
     for loaded in (with_flags, Images._load(replica, str(root / "base"))):
-        assert cards(loaded.model) == cards(pipe.model)
+        assert cards(loaded.model, {}) == cards(pipe.model, {})
 
 
 def test_the_size_is_that_of_the_control_image(server: tuple[httpx.Client, ImageEngine]) -> None:
@@ -252,9 +253,9 @@ def plain() -> Any:
 
 
 def test_without_networks(plain: Any) -> None:
-    with pytest.raises(Rejected, match="without --controlnet"):
+    with pytest.raises(Rejected, match="--controlnet"):
         check(JobRequest("a red apple", control=ONE), "emoji", plain)
-    with pytest.raises(Rejected, match="without --ip-adapter"):
+    with pytest.raises(Rejected, match="--ip-adapter"):
         check(JobRequest("a red apple", image_prompt=[PromptImage(ONE)]), "emoji", plain)
 
 

@@ -14,14 +14,16 @@ import pytest
 
 import canvax
 from canvax.compile.monitor import counting
+from canvax.errors import CheckpointError, InputError
 from canvax.models.configs import TinyConfig
 from canvax.models.decode import autoencoder_of
 from canvax.params import flatten, init_params
 from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.engine import EngineSettings, ImageEngine
-from canvax.server.models import Warm
+from canvax.server.models import Announcer, ModelSet, Warm
 from canvax.weights.data_folder import using
 from canvax.weights.load import Component
+from canvax.weights.location import Location
 from canvax.weights.save import save_component
 from tests.support.adapter_files import Draw, lora, write
 from tests.support.control_files import adapter, controlnet
@@ -113,11 +115,13 @@ def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.P
     made = drawn(unit | {"module": "canny", "control_mode": "ControlNet is more important"})
     job |= {"control": b64(ONE), "control_from": "canny", "control_mode": "control"}
     assert same(made, by_job(client, job)[0])
+    assert same(drawn(unit | {"resize_mode": "Resize and Fill"}), drawn(unit))
     plain = drawn(unit | {"enabled": False})
     assert not same(made, plain)
     assert same(plain, by_job(client, BODY)[0])
-    for wrong in ({"model": "None"}, {"model": "gone"}, {"module": "openpose"}, {"image": None}, {"resize_mode": 2},
-                  {"mask": b64(TWO)}, {"control_mode": 7}):  # fmt: skip
+    for wrong in ({"model": "None"}, {"model": "gone"}, {"module": "openpose"}, {"image": None}, {"resize_mode": 7},
+                  {"resize_mode": 2, "image": b64(ONE.resize((SIDE, 80)))}, {"mask": b64(TWO)},
+                  {"control_mode": 7}):  # fmt: skip
         scripts = {"ControlNet": {"args": [unit | wrong]}}
         assert client.post("/sdapi/v1/txt2img", json=BODY | {"alwayson_scripts": scripts}).status_code in (404, 422)
 
@@ -187,6 +191,56 @@ def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) 
         ):
             answer = client.post("/api/jobs", json=BODY | changes)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_each_model_has_the_controlnets_that_fit(
+    folder: Path, base: canvax.Pipeline, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one fits no model, or a further model is refused, nothing compiles."""
+    edges, alien = (Location(str(folder / "models/ControlNet" / name)) for name in ("edges", "alien"))
+    said, compiled = list[str](), list[str]()
+
+    def load(name: str, *, weights: bool = True, **pinned: Any) -> canvax.Pipeline:
+        if name == "broken":
+            raise InputError("model", "is broken")
+        return base if name == "small" else emoji
+
+    def groups(models: ModelSet, served: Any, *, image: bool) -> Iterator[Any]:
+        compiled.append(served.name)
+        return iter(())
+
+    def begun(*names: str, controlnets: tuple[Location, ...] = (edges,), **more: Any) -> ModelSet:
+        settings = EngineSettings(controlnets=controlnets, **more)
+        made = ModelSet(names, load, settings, said.append, Announcer(said.append, lambda build: None, lambda: None))
+        made.begin()
+        return made
+
+    monkeypatch.setattr(ModelSet, "_groups", groups)
+    for names, later in ((("small", "emoji"), ()), (("emoji",), ("small",))):
+        made = begun(*names, on_request=later)
+        assert [(net.name, bool(net.fault)) for net in made.card("small").controls] == [("edges", False)]
+        assert [(net.name, bool(net.fault)) for net in made.card("emoji").controls] == [("edges", True)]
+        assert str(folder) not in made.card("emoji").controls[0].fault
+        (line,) = [line for line in said if edges.text in line]
+        assert "emoji" in line
+        assert ": small" not in line
+        small, other = (made.named(name) for name in ("small", "emoji"))
+        small.put_on()
+        wanted = dict(flatten(base.with_controlnet(edges.text).params["controlnet"]))
+        for name, leaf in flatten(small.loaded_params()["controlnet"]):
+            np.testing.assert_array_equal(leaf, wanted[name])
+        other.put_on()
+        assert "controlnet" not in other.loaded_params()
+        said.clear()
+    compiled.clear()
+    for error, names, networks in (
+        (CheckpointError, ("small", "emoji"), (edges, alien)),
+        (CheckpointError, ("emoji",), (edges,)),
+        (InputError, ("small", "broken"), ()),
+    ):
+        with pytest.raises(error):
+            begun(*names, controlnets=networks)
+    assert not compiled
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from PIL import Image
 
 import canvax
 from canvax.compile.cache import FOLDER
-from canvax.images.formats import INFOTEXT
+from canvax.images.formats import INFOTEXT, save_keywords
 from canvax.server import hashes
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.hashes import compute_hash, known_hash
@@ -70,6 +70,22 @@ def test_a_file_has_its_hash_in_answers_and_images(server: tuple[httpx.Client, I
     assert f'"sd_model_hash":"{digest[:10]}"' in answer["info"].replace(": ", ":")
     with Image.open(io.BytesIO(base64.b64decode(answer["images"][0]))) as image:
         assert f"Model hash: {digest[:10]}, Model: emoji" in image.info[INFOTEXT]
+
+
+def test_an_image_of_another_file_is_told(server: tuple[httpx.Client, ImageEngine]) -> None:
+    client, engine = server
+    until(lambda: engine.models()[0].sha256)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    for model, mark, differs in (
+        ("models/Emoji.ckpt", "0" * 64, True),
+        ("emoji", digest, False),
+        ("emoji", "", False),
+        ("other", "0" * 64, False),
+    ):
+        file, recorded = io.BytesIO(), {"prompt": "a cat", "model": model, "model_sha256": mark, "canvax": "0.1.0"}
+        Image.new("RGB", (8, 8)).save(file, "png", **save_keywords("PNG", recorded))
+        missing = client.post("/api/inspect", content=file.getvalue()).json()["missing"]
+        assert any(digest[:10] in text for text in missing) == differs
 
 
 def test_without_a_size_it_is_one_that_is_ready(server: tuple[httpx.Client, ImageEngine]) -> None:

@@ -255,6 +255,7 @@ class StubServed(ServedModel):
         self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]
         self.embeddings = SimpleNamespace(summary=str)  # type: ignore[assignment]
         self.vaes = self.controlnets = SimpleNamespace(held={}, bytes=0, take_off=lambda: None)  # type: ignore[assignment]
+        self._controls, self.unfit = [], {}
         self._varied = {PLAIN: SimpleNamespace(model=model)}  # type: ignore[dict-item]
 
     def check(self, ask: JobRequest) -> Any:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from canvax.call import ZERO_SNR, Call
 from canvax.cli.terminal import command_line
+from canvax.errors import InputError
+from canvax.images.infotext import settings_left
 from canvax.images.keys import keys_of, list_in, table_in
-from canvax.pipelines.again import CALL, lost_settings, settings_of
+from canvax.pipelines.again import CALL, lost_settings, other_hash, settings_of
 from canvax.pipelines.options import Options
+from canvax.pipelines.texts import tags_of
 from canvax.scale.named_images import NONE
 from canvax.settings import as_flags, declared, offered
 from canvax.weights.data_folder import all_named, embedding_files, stem_of, usual_syntax
-from canvax.weights.location import BUNDLED
+from canvax.weights.identify import LORA, inspect
+from canvax.weights.location import BUNDLED, Location
 
 _NETWORKS = ("model", "scheduler", "controlnet", "ip_adapter", "ip_encoder")
 OF_MODEL = tuple(name for name in keys_of("model") if name not in _NETWORKS)
@@ -65,7 +70,9 @@ def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
         words += [*_flag("scale", tiles.get("scale")), *_flag("overlap", tiles.get("overlap"))]
     words += [*_adapters(metadata)]
     words += _flag("data_dir", data_dir if data_dir and _is_in_folder(words) else None)
-    return Again(command_line(words), [*losses(metadata), *vae_lost(metadata), *_image_prompts_lost(metadata)])
+    clauses = [*losses(metadata), *vae_lost(metadata), *_image_prompts_lost(metadata)]
+    clauses += other_file(metadata, recorded_model(metadata))
+    return Again(command_line(words), clauses)
 
 
 def losses(metadata: Mapping[str, Any]) -> Iterator[str]:
@@ -77,6 +84,17 @@ def losses(metadata: Mapping[str, Any]) -> Iterator[str]:
     if scheduler and scheduler != ZERO_SNR and "canvax" in metadata:
         yield f"its scheduler {scheduler} is for Python: canvax.load(scheduler=...)"
     yield from _adapters_lost(metadata)
+
+
+def other_file(metadata: Mapping[str, Any], model: Any) -> list[str]:
+    """Return a clause if the file of a model is another than that of an image, by known hashes; in a list, or none."""
+    from canvax.server.hashes import known_hash
+
+    path = None
+    with suppress(InputError):  # loading refuses it
+        path = Location(model).local() if model else None
+    found = other_hash(metadata, [known_hash(path)] if path and path.is_file() else [])
+    return [f"its model was the file with the {found}"] if found else []
 
 
 def vae_lost(metadata: Mapping[str, Any]) -> list[str]:
@@ -194,13 +212,30 @@ def _image_prompts_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
         yield f"its image prompts were read by the adapters {read_by}, and --ip-image gives one to each, in order"
 
 
-def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
-    files = []
-    for entry in table_in(metadata, "adapters").values():
+def adapters_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each adapter of an image, its file as ``--lora`` takes it, and its weight.
+
+    Other programs name adapters in the prompt; of these, those in the folder of models.
+    """
+    for name, entry in table_in(metadata, "adapters").items():
         if isinstance(entry, dict):
-            files.append(entry.get("file"))
-            if is_weight(entry.get("weight")):
-                yield from _flag("lora", f"{_in_folder(entry.get('file'), 'lora')}:{entry['weight']}")
+            yield name, _in_folder(entry.get("file"), "lora"), entry.get("weight")
+    for tag in settings_left(metadata):
+        with suppress(InputError):
+            yield from ((tag, name, weight) for name, weight in tags_of(tag, "unet").items() if is_lora_here(name))
+
+
+def is_lora_here(name: Any) -> bool:
+    """Return whether a name means one file of the folder of models, which is a LoRA."""
+    paths = [*all_named(name, "lora").values()] if isinstance(name, str) else []
+    return len(paths) == 1 and (part := inspect(paths[0])) is not None and part.kind is LORA
+
+
+def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
+    files = [entry.get("file") for entry in table_in(metadata, "adapters").values() if isinstance(entry, dict)]
+    for _, file, weight in adapters_of(metadata):
+        if is_weight(weight):
+            yield from _flag("lora", f"{file}:{weight}")
     at_hand = embedding_files()
     for source in dict.fromkeys(source for name, source in _words(metadata) if name.lower() not in at_hand):
         if source not in files:  # words of an adapter come with it
@@ -209,12 +244,11 @@ def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 def _adapters_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
     """Yield a clause for each adapter and each word that flags may load from another file."""
-    for name, entry in table_in(metadata, "adapters").items():
-        weight = entry.get("weight") if isinstance(entry, dict) else None
+    for name, _, weight in adapters_of(metadata):
         if not is_weight(weight):
             yield f"the weight of its adapter {name} is {weight}, and --lora takes one number"
-        elif entry.get("revision"):
-            yield f"its adapter {name} is of the revision {entry['revision']}, and --lora takes the newest"
+        elif revision := table_in(metadata, "adapters").get(name, {}).get("revision"):
+            yield f"its adapter {name} is of the revision {revision}, and --lora takes the newest"
     for name, source in _words(metadata):
         if name.lower() != Path(source).stem.lower() and not name.startswith("<"):
             yield f"the word of its embedding {source} was {name}, and --embedding takes the word in the file"

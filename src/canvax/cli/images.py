@@ -8,10 +8,24 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from io import BytesIO, TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import ZERO_SNR, Call, FromFiles, Load
-from canvax.cli.again import OF_MODEL, is_lost, losses, lost_model, recorded_model, recorded_part, vae_lost
+from canvax.cli.adapters import split_weight
+from canvax.cli.again import (
+    OF_MODEL,
+    adapters_of,
+    is_lora_here,
+    is_lost,
+    is_weight,
+    losses,
+    lost_model,
+    other_file,
+    recorded_model,
+    recorded_part,
+    vae_lost,
+)
 from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
@@ -38,7 +52,7 @@ from canvax.scale.named_images import (
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
-from canvax.weights.data_folder import embedding_files, usual_syntax
+from canvax.weights.data_folder import embedding_files, stem_of, usual_syntax
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -264,28 +278,43 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     metadata, where = recorded(arguments.from_image)
     # A file must not choose which others are read.
     settings = {name: value for name, value in settings_of(metadata).items() if name in CALL or name in OPTIONS}
-    if unknown := left_out(metadata):
+    here = {
+        name: f"{file}:{weight}"
+        for name, file, weight in adapters_of(metadata)
+        if is_weight(weight) and is_lora_here(file)
+    }
+    named = {_lora_name(text) for text in arguments.lora}
+    if loras := [lora for lora in here.values() if _lora_name(lora) not in named]:
+        arguments.lora = [*arguments.lora, *loras]
+        complain(f"{where}: was generated with --lora {' --lora '.join(loras)}, which is loaded")
+    if unknown := [text for text in left_out(metadata) if text not in here]:
         complain(f"{where}: settings that cannot be read are left out: {', '.join(unknown)}", label="warning: ")
     for hint in compared(metadata, _marks(metadata, arguments), where):
         complain(hint.format(arguments.write), label="warning: ")
     words = {word for word in map(str, metadata.get("embeddings") or ()) if word.lower() not in embedding_files()}
-    used = {*map(str, metadata.get("adapters") or ()), *words}
-    if used and not (arguments.lora or arguments.embedding):
+    used = {*map(str, metadata.get("adapters") or ()), *words} - here.keys()
+    if used and not (named or arguments.embedding):
         complain(
             f"{where}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
             label="warning: ",
         )
-    for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata))]:
+    past = {"model": recorded_model(metadata)} | {name: recorded_part(metadata, name) for name in OF_MODEL}
+    model = arguments.model or past["model"]
+    for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata)), *other_file(metadata, model)]:
         complain(f"{where}: {clause}", label="warning: ")
     if is_lost(metadata) and not arguments.model:
         raise InputError(f"{where}: {lost_model(metadata)}; name your copy of it with --model")
-    past = {"model": recorded_model(metadata)} | {name: recorded_part(metadata, name) for name in OF_MODEL}
     if arguments.model and arguments.model != past["model"]:
         past["revision"] = past["variant"] = None
     parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}
     if "canvax" in metadata and metadata.get("scheduler") == ZERO_SNR:
         parts["scheduler"] = ZERO_SNR
-    return settings, load_of(arguments, model=arguments.model or past["model"] or "emoji", **parts)
+    return settings, load_of(arguments, model=model or "emoji", **parts)
+
+
+def _lora_name(text: str) -> str:
+    """Return the name of the file in a ``--lora``."""
+    return Path(stem_of(split_weight(text)[0])).name
 
 
 def _marks(metadata: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.call import PARTS
 from canvax.cli.adapters import info_lines
-from canvax.cli.again import again, is_lost, lost_model
+from canvax.cli.again import adapters_of, again, is_lost, lost_model
 from canvax.cli.loading import files_of, load_of, load_with, overrides_of
 from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
@@ -201,7 +201,9 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     if any("'./" in repr(metadata.get(name)) for name in HAVE_PATHS):
         lines.append("\nFiles that begin with ./ were recorded without their folders, which are private.")
     other = metadata.get("other")
-    if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
+    found = [name for name, *_ in adapters_of(metadata)]
+    tags = [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]
+    if networks := [name for name in tags if name not in found]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if "grid" not in metadata and is_lost(metadata):
         lines.append(f"\nIt {lost_model(metadata)}: write the file of your copy instead of MODEL.")

@@ -13,6 +13,7 @@ from canvax.settings import add_flags, declared
 if TYPE_CHECKING:
     from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.files import ModelFiles
+    from canvax.weights.location import Location
     from canvax.weights.overrides import Overrides
 
 IN_PASSING = ("token", "cache_dir", "local_files_only", "progress", "mesh", "offload", "safety_checker")
@@ -67,7 +68,6 @@ def load_with(arguments: argparse.Namespace, load: Load | None = None, *, weight
 def _without_weights(load: Load, arguments: argparse.Namespace) -> Pipeline:
     from canvax.pipelines.loaded import open_model
     from canvax.pipelines.networks import (
-        control_sources,
         ip_adapter_sources,
         open_controls,
         with_controls,
@@ -78,12 +78,18 @@ def _without_weights(load: Load, arguments: argparse.Namespace) -> Pipeline:
     names = ("dtype", "quantize", "mesh", "precision", "progress", "offload", *LOCATION)
     opened = open_model(load.model, weights=False, overrides=overrides_of(load), **load.keywords(names))
     if load.controlnet:
-        networks = open_controls(opened[0], control_sources(load.controlnet, variant=load.variant, **_hub(load)))
-        opened = with_controls(*opened, networks, weights=False)
+        opened = with_controls(*opened, open_controls(opened[0], controls_of(load)), weights=False)
     if named := getattr(arguments, "ip_adapter", None):
         sources = ip_adapter_sources(named, arguments.ip_encoder, **_hub(load))
         opened = with_ip_adapters(*opened, sources, arguments.ip_encoder, weights=False)
     return Pipeline(*opened)
+
+
+def controls_of(load: Load) -> list[Location]:
+    """Return the sources of the networks for control images."""
+    from canvax.pipelines.networks import control_sources
+
+    return control_sources(load.controlnet or [], variant=load.variant, **_hub(load))
 
 
 def overrides_of(load: Load) -> Overrides:

@@ -27,7 +27,7 @@ from canvax.call import LOCATION, PARTS
 from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.compile import check_kept
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
+from canvax.cli.loading import check_ip_adapters, controls_of, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
 from canvax.errors import CanvaxError, HintWarning, InputError, check_count, conflict, needs, warn
 from canvax.files import check_writable, named_path
@@ -103,7 +103,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_precision(usual.precision)
     mesh = mesh_of(usual.mesh)
     check_ip_adapters(arguments)
-    settings = replace(_engine_settings(arguments, output), on_request=on_request)
+    controlnets, usual = tuple(controls_of(usual)), replace(usual, controlnet=None)
+    settings = replace(_engine_settings(arguments, output), on_request=on_request, controlnets=controlnets)
     web = Settings(
         keys=keys,
         host=arguments.host,

@@ -6,6 +6,7 @@ are in ``canvax.images.keys``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -185,6 +186,17 @@ def other_model(metadata: Mapping[str, Any], other: Mapping[str, Any], where: st
     for name in keys_of("model"):
         if past.get(name) != now.get(name) and (ours or past.get(name)):
             yield HintWarning(f"{where}: its {name} was {past.get(name)!r:.200}, and here is {now.get(name)!r:.200}")
+
+
+def other_hash(metadata: Mapping[str, Any], digests: Collection[str]) -> str:
+    """Return the hash of an image's model and that of the model here, if they differ, for messages; else "".
+
+    ``digests``: SHA-256 hashes of the models that it may be; "" for an unknown hash. A1111 writes the first 10 digits.
+    """
+    past = str(metadata.get("model_sha256") or table_in(metadata, "other").get("Model hash")).lower()
+    known = [digest[:10] for digest in digests if digest]
+    differs = known and re.fullmatch("[0-9a-f]{10,64}", past) and past[:10] not in known
+    return f"hash {past[:10]} (here {' or '.join(known)})" if differs else ""
 
 
 def settings_of_tiles(metadata: Mapping[str, Any]) -> dict[str, Any]:

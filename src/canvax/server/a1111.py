@@ -124,7 +124,8 @@ _CONTROL_MODES = {
     "0": "balanced", "balanced": "balanced", "1": "prompt", "my prompt is more important": "prompt", "2": "control",
     "controlnet is more important": "control",
 }  # fmt: skip
-_STRETCHES, _CROPS = ("0", "just resize"), ("1", "crop and resize")
+_STRETCHES, _CROPS, _PADS = ("0", "just resize"), ("1", "crop and resize"), ("2", "resize and fill")
+_NO_PADDING = "is offered only for an image in the proportions of the output; send 0 to stretch or 1 to crop"
 _CLIP_SKIP = "CLIP_stop_at_last_layers"
 _PLAIN_VAES = ("", "automatic", "none")
 _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
@@ -738,7 +739,7 @@ def _controls(body: TextToImage, card: ModelCard, image: Image.Image | None) -> 
     width, height = image.size if image else card.native
     size, pixels, usual = (body.width or width, body.height or height), Pixels(), ControlUnit()
     named = [(re.sub(r" \[[0-9a-f]+\]$", "", unit.model.strip()), unit) for unit in units]
-    at_start = [net.name for net in card.controls]
+    at_start = [net.name for net in card.controls if not net.fault]
     names = [name for name, _ in named]
     entries: list[tuple[str, ControlUnit | None]] = [*named]
     if len({*names}) == len(names) and {*names} <= {*at_start}:  # networks of the start are there together
@@ -770,10 +771,12 @@ def _shown(
     made = pixels.read("alwayson_scripts", sent) if isinstance(sent, str) else image
     if made is None:
         raise _of_unit("has no image; send it as image")
-    if str(unit.resize_mode).lower() in _CROPS:
+    if (mode := str(unit.resize_mode).lower()) in _CROPS:
         made = ImageOps.fit(made, size, Image.Resampling.LANCZOS)
-    elif str(unit.resize_mode).lower() not in _STRETCHES:
-        raise _of_unit("has a resize_mode that is not offered by this server; send 0 to stretch or 1 to crop")
+    elif mode in _PADS and not _has_shape(made, size):
+        raise _of_unit(f"has a resize_mode that {_NO_PADDING}")
+    elif mode not in (*_STRETCHES, *_PADS):
+        raise _of_unit("has a resize_mode that is not known; send 0, 1 or 2")
     if (module := unit.module.strip().lower()) not in ("", "none"):
         if module not in _MODULES:
             raise _of_unit(f"names the module {unit.module!r:.80}; /controlnet/module_list lists them")
@@ -902,15 +905,22 @@ def _source_images(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]
         mask = mask.resize(image.size, Image.Resampling.LANCZOS)
     if mask is not None and body.inpainting_mask_invert:
         mask = ImageChops.invert(mask)
-    if body.resize_mode in (2, 3):
-        raise _refused("resize_mode", "2 and 3 are not offered by this server; send 0 to stretch or 1 to crop")
     size = body.width or image.width, body.height or image.height
+    if body.resize_mode == 2 and not _has_shape(image, size):
+        raise _refused("resize_mode", f"2 {_NO_PADDING}")
+    if body.resize_mode == 3 and size != image.size:
+        raise _refused("resize_mode", "3 is offered only for an image of the size of the output; send 0")
     if body.resize_mode == 1 and size != image.size:
         if size[0] * size[1] > MOST_PIXELS:
             raise _refused("width", f"{size[0]} x {size[1]} are more than {MOST_PIXELS} pixels; ask for fewer")
         image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
         mask = mask and ImageOps.fit(mask, size, Image.Resampling.LANCZOS)
     return image, mask
+
+
+def _has_shape(image: Image.Image, size: tuple[int, int]) -> bool:
+    """Return whether an image of a size needs no padding and no cropping: at most a part of a pixel."""
+    return abs(image.width * size[1] - image.height * size[0]) < min(image.size)
 
 
 def _mask_options(body: ImageToImage) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Where no image of a batch needs a network in a row, it is not evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def check_has_networks(job_request: JobRequest, model: Model) -> None:
         Rejected: naming the field, and how the server would have to be started.
     """
     if job_request.control is not None and not model.networks.controls:
-        raise invalid("control", "control: nothing here reads it; the server was started without --controlnet")
+        raise invalid("control", "control: nothing here reads it; start the server with a --controlnet for this model")
     if job_request.control is True and job_request.upscale is None:
         raise invalid("control", "control: true is for upscale, where each tile is its own; send the image itself")
     if job_request.image_prompt and not model.networks.ip_adapters:
@@ -70,12 +70,18 @@ def examples(model: Model, width: int, height: int) -> dict[str, Any]:
     return fields
 
 
-def cards(model: Model) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:
-    """Return the cards of a model's control networks, and the names of its IP-Adapters."""
+def cards(model: Model, unfit: Mapping[str, str]) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:
+    """Return the cards of a model's control networks, and the names of its IP-Adapters.
+
+    ``unfit``: further networks of the start, with the reason why they do not fit.
+    """
     names = public_names([files.name for files in model.controls])
     nets = [net for _, net in model.networks.controls]
     listed = tuple(ControlCard(name, *_kind_of(net)) for name, net in zip(names, nets, strict=True))
     seeing = model.ip_adapters if model.networks.image_encoder else ()
+    others = zip(public_names([*unfit]), unfit.items(), strict=True)
+    listed += tuple(ControlCard(name, fault=fault.replace(source, name))
+                    for name, (source, fault) in others if name not in names)  # fmt: skip
     return listed, tuple(public_names([files.name for files in seeing]))
 
 

@@ -410,7 +410,8 @@ class ModelCard:
         samplers: names of samplers that it can use; None for all.
         created: unix seconds.
         sha256: hash of its file; "" for a folder, or until it is computed.
-        controls: the networks that read control images, in their order.
+        controls: the networks of the start that read control images, in their order; then those that do not fit, with
+            the reason.
         ip_adapters: names of the IP-Adapters, in their order.
         vae: name of the autoencoder that replaces the model's; "" for the model's.
         vaes: names of autoencoders that a request may name, with the reason if one cannot be used, else "".

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in, prompt_in
 from canvax.models.denoiser import MOST_REFERENCES
-from canvax.pipelines.again import lost_settings, missing_embeddings, unknown_settings
+from canvax.pipelines.again import lost_settings, missing_embeddings, other_hash, unknown_settings
 from canvax.pipelines.control import OPTIONS
 from canvax.samplers import CURVES, SAMPLERS, curve_named, find
 from canvax.server.answers import (
@@ -64,6 +64,7 @@ from canvax.server.jobs import (
 from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
 from canvax.settings import offered
+from canvax.weights.data_folder import stem_of
 
 PREVIEWS = 8
 """Previews of an image, if its client asked for previews."""
@@ -199,8 +200,10 @@ def routes(engine: Engine) -> list[ApiPath]:
         return StreamingResponse(_events(job_of(request)), headers=headers, media_type="text/event-stream")
 
     async def inspect(request: Request) -> Response:
-        data = await request.body()
-        return Response(await decoding(_inspected, data), media_type="application/json")
+        data, cards = await request.body(), list[ModelCard]()
+        with suppress(Rejected):  # while they load
+            cards += engine.models()
+        return Response(await decoding(_inspected, data, cards), media_type="application/json")
 
     async def control_image(request: Request) -> Response:
         data = await request.body()
@@ -264,10 +267,9 @@ def _rounded(seconds: float | None) -> float | None:
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "size", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
-             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength")  # fmt: skip
+             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength", "controls",
+             "controlnets", "ip_adapters")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
-    controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
-    fields |= {"controls": controls, "controlnets": card.controlnets, "ip_adapters": card.ip_adapters}
     return {"id": card.id, "name": card.id, "default": default, **fields}
 
 
@@ -419,18 +421,27 @@ def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
-def _inspected(data: bytes) -> bytes:
+def _inspected(data: bytes, cards: Sequence[ModelCard]) -> bytes:
     """Return the settings of an image as a job that makes it again; no pixel is decoded."""
     try:
         metadata = metadata_in(io.BytesIO(data), Path("the image"))
+        job, recorded = as_job(metadata), recorded_in(metadata)
+        name = _stem(str(recorded.get("model")))
+        if found := other_hash(recorded, [card.sha256 for card in cards if name in (_stem(card.id), _stem(card.file))]):
+            job["missing"].append(f"the model file with the {found}")
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
-        return json.dumps({**as_job(metadata), "metadata": recorded_in(metadata)}).encode()
+        return json.dumps({**job, "metadata": recorded}).encode()
     except InputError as unknown:
         inside = data.lstrip()[:1] in (b"{", b"-")  # JSON, a form
         cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
         raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
         raise Rejected(400, "no_settings", "the image: holds settings that cannot be read") from None
+
+
+def _stem(name: str) -> str:
+    """Return the name of a model without folders and ending, in lower case."""
+    return stem_of(name.replace("\\", "/").rpartition("/")[2]).lower()
 
 
 def _control_image(data: bytes, kind: str) -> bytes:

@@ -22,7 +22,7 @@ from canvax.call import LAYERS
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.errors import CanvaxError, InputError, nearest
+from canvax.errors import CanvaxError, CheckpointError, InputError, nearest
 from canvax.families.base import Model
 from canvax.families.controls import component_name
 from canvax.files import named_path
@@ -36,7 +36,7 @@ from canvax.parallel.place import on_devices, on_host, waits
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
-from canvax.pipelines.networks import with_controls
+from canvax.pipelines.networks import Opened, open_controls, with_controls
 from canvax.pipelines.safety import SafetyChecker
 from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
@@ -62,6 +62,7 @@ from canvax.server.work import (
 )
 from canvax.tokenizers.concepts import STYLES
 from canvax.weights.data_folder import control_files, data_folder, vae_files
+from canvax.weights.location import Location
 
 _KINDS = {
     "ReadsImagePrompts": "several images in image_prompt for one adapter",
@@ -144,8 +145,10 @@ class ServedModel:
         weights: load the weights now; else at the first request.
         files: for ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
         on_demand: allow files that need other programs.
+        controlnets: networks that its programs evaluate, where they fit the model.
 
     Attributes:
+        unfit: why each of the other networks does not fit, by its source.
         shelf: cache of the adapters.
         embeddings: cache of the textual inversions.
         vaes: cache of the autoencoders of files.
@@ -171,6 +174,7 @@ class ServedModel:
         weights: bool = True,
         files: Mapping[str, Mapping[str, Path]] = MappingProxyType({}),
         on_demand: bool = False,
+        controlnets: Sequence[Location] = (),
     ) -> None:
         self.name, self.on_request = name, not weights
         self.groups: Mapping[GroupKey, Group] = {}
@@ -181,10 +185,21 @@ class ServedModel:
         named = replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
         networks = replace(loaded.model.networks, text=loaded.model.text.without_short())
         self.model, self.programs = replace(loaded.model, files=named, networks=networks), loaded.programs
+        self._controls: list[Opened] = []
+        self.unfit: dict[str, str] = {}
+        for source in controlnets:
+            try:
+                self._controls += open_controls(self.model, [source])
+            except CheckpointError as fault:
+                self.unfit[source.text] = str(fault)
+        params = loaded.params
+        if self._controls:
+            opened = self.model, self.programs, params
+            self.model, self.programs, params = with_controls(*opened, self._controls, weights=weights)
         path = self.model.files.path
         self.sha256 = known_hash(path) if path.is_file() else ""
         self._waiting: frozenset[str] = frozenset()
-        self.params = self._as_served(loaded.params) if weights else None
+        self.params = self._as_served(params) if weights else None
         self.safety_checker = loaded.safety_checker
         self.created = int(time.time())
         self.colours = Colours(self.model.vae.latent_channels)
@@ -244,7 +259,10 @@ class ServedModel:
             now, before = loaded.model.files, self.model.files
             if (now.index, now.configs) != (before.index, before.configs):
                 raise CanvaxError(f"{self.name} was replaced on the disk; start the server again to serve the new one")
-            self.params, self.safety_checker = self._as_served(loaded.params), loaded.safety_checker
+            params = loaded.params
+            if self._controls:
+                *_, params = with_controls(loaded.model, loaded.programs, params, self._controls)
+            self.params, self.safety_checker = self._as_served(params), loaded.safety_checker
             if self.shelf:
                 self.shelf.put_on()
 
@@ -453,7 +471,7 @@ class ServedModel:
         networks, facts = model.networks, model.networks.denoiser.facts
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
-        controls, ip_adapters = cards(model)
+        controls, ip_adapters = cards(model, self.unfit)
         tasks = ("text-to-image", "image-to-image", "inpainting", "upscaling")
         return ModelCard(
             id=self.name,
@@ -600,6 +618,7 @@ class EngineSettings:
             image after the other).
         log_prompts: write prompts into the log.
         adapters: settings of the adapters; None for no adapters.
+        controlnets: networks of every model that they fit.
         output: the folder in which finished images are saved; None for none.
         stall_seconds: seconds without progress after which an engine with work counts as failed. Loading weights and
             compiling do not count; a call of a device does.
@@ -618,6 +637,7 @@ class EngineSettings:
     batching: Batching = "steps"
     log_prompts: bool = False
     adapters: AdapterSettings | None = None
+    controlnets: tuple[Location, ...] = ()
     output: Path | None = None
     stall_seconds: float = 600.0
 
@@ -671,12 +691,17 @@ class ModelSet:
         self._settled = 0.0
 
     def begin(self) -> None:
-        """Load all, and make their programs ready. Where models are on request, clients see all of them before that."""
+        """Load all, and make their programs ready.
+
+        Where a model can be refused, all are opened before that, and clients see them.
+        """
         more: dict[str, Any] = {
             "files": {VAE: vae_files(), CONTROLNET: control_files()},
             "on_demand": self._settings.compile_on_demand,
+            "controlnets": self._settings.controlnets,
         }
-        for name in (*self._names, *self._settings.on_request) if self._settings.on_request else ():
+        names = (*self._names, *self._settings.on_request)
+        for name in names if len(names) > 1 or self._settings.controlnets else ():
             try:
                 served = ServedModel(name, self._load, self._settings.adapters, weights=False, **more)
                 served.on_request = name in self._settings.on_request
@@ -685,13 +710,13 @@ class ModelSet:
                 if name in self._names:
                     raise
                 self._say(f"{name} is left out: {error}")
+        self._check_controlnets()
         self._show_cards()
         for name in self._names:
-            if (opened := self._served.get(name)) is None:
+            if (served := self._served.get(name)) is None:
                 self._say(f"reading {name}")
-                self._make_room(max((served.bytes for served in self._served.values()), default=0))
-                opened = ServedModel(name, self._load, self._settings.adapters, **more)
-            served = self._served[name] = opened
+                served = self._served[name] = ServedModel(name, self._load, self._settings.adapters, **more)
+                self._hash(served)
             if self._settings.memory is not None and served.bytes > self._settings.memory:
                 raise InputError(
                     f"--memory {self._settings.memory} bytes: the weights of {name} take {served.bytes}; allow more"
@@ -710,14 +735,30 @@ class ModelSet:
                 self._kept.add(group.key)
                 self._say(group.summary())
         self._show_cards()
-        for name in () if self._settings.on_request else self._names:  # ``_load_again`` has begun those that it loaded
-            self._hash(self._served[name])
+
+    def _check_controlnets(self) -> None:
+        """Say which models are served without a ControlNet.
+
+        Raises:
+            CheckpointError: it fits none of them.
+        """
+        for source in self._settings.controlnets:
+            faults = {name: fault for name, served in self._served.items() if (fault := served.unfit.get(source.text))}
+            if faults:
+                fault = next(iter(faults.values()))
+                if len(faults) == len(self._served):
+                    raise CheckpointError(fault)
+                self._say(f"served without --controlnet {source.text}: {', '.join(faults)} ({fault})")
 
     def compile(self) -> None:
         """Make the programs of ``begin`` from shapes, for the cache: no weights are read."""
+        more: dict[str, Any] = {"weights": False, "controlnets": self._settings.controlnets}
         for name in self._names:
             self._say(f"reading {name}")
-            for _ in self._groups(ServedModel(name, self._load, self._settings.adapters, weights=False), image=True):
+            self._served[name] = ServedModel(name, self._load, self._settings.adapters, **more)
+        self._check_controlnets()
+        for served in self._served.values():
+            for _ in self._groups(served, image=True):
                 pass
 
     def _groups(self, served: ServedModel, *, image: bool) -> Iterator[tuple[Callable[..., Checked], Group]]:

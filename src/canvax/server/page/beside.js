@@ -2,7 +2,7 @@
 import { controlImage, getJson } from "./api.js";
 import { paintRange } from "./composer.js";
 import { fitted, paint, within } from "./pictures.js";
-import { $, button, el, toast } from "./ui.js";
+import { $, button, choice, el, toast } from "./ui.js";
 import { offerWords } from "./words.js";
 
 /** What is sent of an image prompt: CLIP looks at a few hundred pixels of it. */
@@ -19,7 +19,7 @@ let known = {};
 
 const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
-const optionsOf = (nets) => nets.map(({ name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
+export const optionsOf = (nets) => nets.map(({ name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
 
 /** An image beside the prompt: as it was given, which of the server's networks reads it, and how strongly. */
 class Beside {
@@ -156,8 +156,8 @@ async function listAdapters(model) {
   const { adapters, embeddings = [] } = await getJson(`api/adapters?model=${encodeURIComponent(model.id)}`).catch(() => ({ adapters: [] }));
   if (card !== model) return;
   offerWords(embeddings);
-  const named = ({ name, alias }) => el("option", { value: name, textContent: alias === name ? name : `${name} (${alias})` });
-  $("adapter-add").replaceChildren(el("option", { value: "", textContent: "Add an adapter…" }), ...adapters.map(named));
+  const named = ({ name, alias }) => choice(name, alias === name ? name : `${name} (${alias})`);
+  $("adapter-add").replaceChildren(choice("", "Add an adapter…"), ...adapters.map(named));
   known = Object.fromEntries(adapters.map((one) => [one.name, one]));
   $("adapters").hidden = !adapters.length;
   showAdapters(adaptersNow());

@@ -1,10 +1,10 @@
 // The form: what to draw and how; the input image and its mask.
 import { getJson } from "./api.js";
-import { besideBody, besideFiles, besideImages, besideSettings, prepareBeside, restoreBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
+import { besideBody, besideFiles, besideImages, besideSettings, optionsOf, prepareBeside, restoreBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
 import { canvasOf, crisp, fitted, paint, paintedFrom, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
 import { inputs } from "./store.js";
-import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
+import { $, announce, button, choice, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 import { prepareWords, saidOfWord, showWords } from "./words.js";
 
 let catalogue = { models: [], samplers: [], curves: [] };
@@ -27,6 +27,8 @@ let written = "";
 /** The card of a model; without a model, that of the first, which is the default. */
 export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
 export const model = () => cardOf($("model").value);
+/** The ControlNets of the start that a model cannot use. */
+const unfit = ({ controls }) => controls.filter(({ fault }) => fault);
 export const models = () => catalogue.models.map(({ id }) => id);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
 export const curves = () => catalogue.curves;
@@ -48,14 +50,14 @@ export const hasModels = () => catalogue.models.length > 0;
 
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 
-const option = ({ name, label }) => el("option", { value: name, textContent: label });
+const option = ({ name, label }) => choice(name, label);
 
 export async function setCatalogue(models) {
   catalogue = models;
-  $("model").replaceChildren(...models.models.map(({ id, name }) => el("option", { value: id, textContent: name })));
+  $("model").replaceChildren(...models.models.map((card) => choice(card.id, card.name + unfit(card).map(({ name }) => ` (without ControlNet ${name})`).join(""))));
   $("model").value = cardOf()?.id;
   $("model-field").hidden = models.models.length < 2;
-  $("sigmas").replaceChildren(el("option", { value: "", textContent: "The model's" }), ...models.curves.map(option));
+  $("sigmas").replaceChildren(choice("", "The model's"), ...models.curves.map(option));
   const draft = remembered("draft", {});
   showModel();
   const applied = apply({ options: usualOptions(), adapters: {}, ...draft });
@@ -150,9 +152,9 @@ function showModel() {
   };
   shown = card;
   $("about-model").textContent = `${card.name} · ${card.family}`;
-  const sizes = sizesOf(card).map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w}×${h}${shapeOf(w, h)}` }));
-  if (card.any_size) sizes.push(el("option", { value: "other", textContent: "Another…" }));
-  $("style").replaceChildren(el("option", { value: "", textContent: "Any" }), ...card.styles.map((name) => el("option", { value: name, textContent: name })));
+  const sizes = sizesOf(card).map(([w, h]) => choice(`${w}x${h}`, `${w}×${h}${shapeOf(w, h)}`));
+  if (card.any_size) sizes.push(choice("other", "Another…"));
+  $("style").replaceChildren(choice("", "Any"), ...card.styles.map((name) => choice(name)));
   if (card.styles.includes(kept.style)) $("style").value = kept.style;
   $("style-field").hidden = !card.styles.length;
   const usable = { negative: card.negative_prompt, guidance: card.guided, syntax: card.prompt_weights, "clip-skip": card.clip_skip, upscale: card.tasks.includes("upscaling") };
@@ -164,11 +166,11 @@ function showModel() {
   $("count").max = card.max_images;
   for (const id of ["steps", "steps-number"]) $(id).max = card.max_steps;
   $("steps").max = Math.min(card.max_steps, Math.max(20, 2 * card.steps));
-  const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
+  const first = choice("", card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default");
   $("sampler").replaceChildren(first, ...samplers().map(option));
   ownSettings();
   showVaes(card);
-  const changed = keepChosen(card, kept);
+  const changed = [...keepChosen(card, kept), ...unfit(card).map(({ fault }) => fault.replace(/\.$/, ""))];
   showInput();
   showSyntax();
   showBeside(card);
@@ -209,8 +211,8 @@ function keepChosen(card, { size, sampler, style, vae }) {
 /** The VAEs for a model; the chosen one stays, if it is among them. */
 function showVaes({ vae, vaes = {} }) {
   const before = $("vae").value;
-  const options = Object.entries(vaes).map(([name, fault]) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
-  $("vae").replaceChildren(el("option", { value: "", textContent: vae || "The model's" }), ...options);
+  const options = optionsOf(Object.entries(vaes).map(([name, fault]) => ({ name, fault })));
+  $("vae").replaceChildren(choice("", vae || "The model's"), ...options);
   $("vae-field").hidden = !options.length;
   setVae(before);
 }
@@ -317,7 +319,7 @@ function larger(times) {
 function showHires(times = Number($("hires").value)) {
   if (!model()) return;
   const offered = [...new Set([...HIRES, times])].sort((a, b) => a - b).filter((one) => one > 1 && larger(one));
-  $("hires").replaceChildren(el("option", { value: 1, textContent: "None" }), ...offered.map((one) => el("option", { value: one, textContent: `${one} ×, ${larger(one).join(" × ")}` })));
+  $("hires").replaceChildren(choice(1, "None"), ...offered.map((one) => choice(one, `${one} ×, ${larger(one).join(" × ")}`)));
   $("hires").value = offered.includes(times) ? times : 1;
   const why = input ? "A second pass needs a prompt alone, without an input image." : offered.length ? "" : "No larger size is ready. Start the server with --compile-on-demand, or with --warm and a larger size.";
   $("hires-why").textContent = why;
@@ -340,7 +342,7 @@ function setSampler(name) {
   const value = byLabel ?? name ?? "";
   if ([name, value].includes(model()?.sampler)) select.value = "";
   else {
-    if (![...select.options].some((option) => option.value === value)) select.append(el("option", { value, textContent: value }));
+    if (![...select.options].some((option) => option.value === value)) select.append(choice(value));
     select.value = value;
   }
   showSampler();
@@ -694,8 +696,9 @@ export async function bodyOf(job, files) {
 export function showHints(hints) {
   const others = hints.filter((text) => !saidOfWord(text) && ($("syntax-note").hidden || !text.includes("prompt_syntax")));
   const command = /; canvax info \S+ --prompts .*/;
+  const link = (textContent, onclick) => el("button", { type: "button", className: "link", textContent, onclick });
   $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text.replace(command, ". ") },
-    command.test(text) ? el("button", { type: "button", className: "link", textContent: "Show what it knows", onclick: showKnown }) : null)));
+    ...(command.test(text) ? [link("Show what it knows", showKnown), " · ", link("Other models", () => $("open-other-models").click())] : []))));
 }
 
 let known = [];

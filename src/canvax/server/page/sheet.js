@@ -2,7 +2,7 @@
 import { bodyOf, canMake, cardOf, currentInput, curves, inputFiles, model, models, randomSeed, samplers, settings, sizes } from "./composer.js";
 import { canvasOf, toBlob } from "./pictures.js";
 import { Task, tasks } from "./tasks.js";
-import { $, el, openDialog, plural } from "./ui.js";
+import { $, choice, el, openDialog, plural } from "./ui.js";
 
 const AT_ONCE = 4;
 const MOST = 144;
@@ -279,7 +279,7 @@ export function openSheet() {
   const offered = Object.entries(axes());
   for (const [id, first] of [["sheet-x", model()?.guided ? "guidance_scale" : "seed"], ["sheet-y", "steps"]]) {
     const chosen = $(id).value || first;
-    $(id).replaceChildren(...offered.map(([value, { label }]) => el("option", { value, textContent: label })));
+    $(id).replaceChildren(...offered.map(([value, { label }]) => choice(value, label)));
     $(id).value = offered.some(([name]) => name === chosen) ? chosen : first;
     if (!$(`${id}-values`).value) chooseAxis(id);
   }

@@ -73,6 +73,9 @@ export function button(name, label, action, { text = false, className = "icon" }
   return node;
 }
 
+/** An option of a select. */
+export const choice = (value, textContent = value) => el("option", { value, textContent });
+
 /** While a dialog is open the rest of the page is inert: messages move into it. */
 function bringForward() {
   const host = [...document.querySelectorAll("dialog[open]")].at(-1) ?? document.body;
