@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import pickle
 import subprocess
@@ -49,8 +50,11 @@ from canvax.models.text import Conditions, TextEncoders
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, init_params
+from canvax.train import low_rank
 from canvax.types import Array
+from canvax.weights.lora import read_adapter
 from examples.new_family import CHANNELS, FACTOR, FAMILY, NETWORKS, WIDTH, Letters, Mlp, OneAfterAnother, Squares
+from tests.support.adapter_files import Draw, write
 from tests.support.small_checkpoint import UNET
 
 
@@ -96,6 +100,58 @@ def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
         assert argument in (caught.value.argument, str(caught.value).split(".")[0])
     with pytest.raises(canvax.CheckpointError):  # nothing on the disk says what a checkpoint must
         pipe.save("out")
+
+
+SPELLED = {
+    "peft": "{component}.{layer}.lora_{role}.weight",
+    "saved by peft": "base_model.model.{component}.{layer}.lora_{role}.weight",
+    "kohya": "lora_{component}_{layer}.lora_{role}.weight",
+}
+CHANGED = {"mlp": "out", "reader": "embed", "speller": "embed"}
+
+
+@pytest.mark.parametrize("spelling", SPELLED)
+def test_loras_of_components_with_other_names(spelling: str, tmp_path: Path) -> None:
+    """The names are those of the networks; the settings of PEFT are in a file next to it."""
+    pipe, draw_numbers, arrays, want = pipeline_of(NETWORKS), Draw(1), {}, {}
+    for component, layer in CHANGED.items():
+        weight = pipe.params[component][layer]["weight"]
+        down, up = draw_numbers(2, weight.shape[0]), draw_numbers(weight.shape[1], 2)
+        for role, array in zip(("down", "up") if spelling == "kohya" else ("A", "B"), (down, up), strict=True):
+            arrays[SPELLED[spelling].format(component=component, layer=layer, role=role)] = array
+        want[component] = np.asarray(weight) + 3.0 * (up @ down).T
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings), "utf-8")
+    write(tmp_path / "adapter_model.safetensors", arrays)
+    pipe.adapters.load("style", tmp_path)
+    for component, layer in CHANGED.items():
+        np.testing.assert_allclose(pipe.params[component][layer]["weight"], want[component], atol=1e-5)
+
+
+def test_a_bare_name_is_of_the_denoiser(tmp_path: Path) -> None:
+    """An encoder has a layer of this name, too."""
+
+    class Alike(Mlp):
+        @property
+        def spec(self) -> Any:
+            return super().spec | {"embed": super().spec["out"]}
+
+    networks, draw_numbers = dataclasses.replace(NETWORKS, denoiser=Alike()), Draw(1)
+    arrays = {"embed.lora_A.weight": draw_numbers(2, WIDTH), "embed.lora_B.weight": draw_numbers(CHANNELS, 2)}
+    adapter = read_adapter(write(tmp_path / "bare.safetensors", arrays), networks.adapted)
+    assert list(adapter.parts) == [("mlp", "embed.weight")]
+
+
+@pytest.mark.parametrize("names", low_rank.FORMATS)
+def test_a_lora_that_was_trained_is_loaded(pipe: canvax.Pipeline, names: str, tmp_path: Path) -> None:
+    layers = {name: {layer: low_rank.Layer({layer: pipe.model.specs[name][layer]["weight"]})}
+              for name, layer in CHANGED.items()}  # fmt: skip
+    factors = jax.tree.map(lambda array: array + 0.5, low_rank.new_factors(layers, 2, seed=0))
+    low_rank.write_factors(tmp_path / "style.safetensors", factors, layers, alpha=4, names=names, metadata={})
+    other = pipeline_of(NETWORKS)
+    other.adapters.load("style", tmp_path / "style.safetensors")
+    want = low_rank.merged(factors, pipe.params, layers, scale=2.0)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), other.params, want)
 
 
 @dataclass(frozen=True)
