@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import canvax
+import canvax.extend
 from canvax.cli import preview
 from canvax.compile import cache, key
 from canvax.compile.kinds import Kinds
@@ -47,6 +48,7 @@ from canvax.models.denoiser import (
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, TextEncoders
+from canvax.nn import linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, init_params
@@ -98,8 +100,45 @@ def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
         with pytest.raises(canvax.InputError) as caught:
             call()
         assert argument in (caught.value.argument, str(caught.value).split(".")[0])
-    with pytest.raises(canvax.CheckpointError):  # nothing on the disk says what a checkpoint must
-        pipe.save("out")
+
+
+def test_saved_parameters_are_loaded(pipe: canvax.Pipeline, tmp_path: Path) -> None:
+    """The dtypes are those of the files. A file that does not fit is refused."""
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), pipe.params)
+    for params, folder in ((pipe.params, tmp_path / "whole"), (low, tmp_path / "low")):
+        loaded = canvax.extend.load_params(pipe.save(folder, params), NETWORKS.specs())
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+        assert jax.tree.map(lambda leaf: leaf.dtype, loaded) == jax.tree.map(lambda leaf: leaf.dtype, params)
+    for folder, spec in ((tmp_path / "whole", {"embed": Mlp().spec["out"]}), (tmp_path / "none", Mlp().spec)):
+        with pytest.raises(canvax.CheckpointError):
+            canvax.extend.load_params(folder, {"mlp": spec})
+
+
+def test_a_pipeline_with_another_denoiser_is_saved(tmp_path: Path) -> None:
+    emoji = canvax.load("emoji", progress=False)
+    mine = Flat(emoji.model.networks.vae.latent_channels)
+    pipe = emoji.with_denoiser(mine, init_params(mine.spec, 0))
+    pipe.save(tmp_path / "out")
+    loaded = canvax.extend.load_params(tmp_path / "out", {"flat": mine.spec})
+    np.testing.assert_array_equal(loaded["flat"]["out"]["weight"], pipe.params["flat"]["out"]["weight"])
+    index = json.loads((tmp_path / "out/model_index.json").read_text("utf-8"))
+    assert index["unet"] == [None, None]
+    assert index["flat"][0] == "diffusers"
+
+
+@dataclass(frozen=True)
+class Flat(Denoiser):
+    """A matrix for each latent."""
+
+    channels: int
+    component, facts = "flat", Facts(native_size=(8, 8))
+
+    @property
+    def spec(self) -> Any:
+        return {"out": linear_spec(self.channels, self.channels)}
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
+        return linear(p["out"], x), memory
 
 
 SPELLED = {

@@ -13,6 +13,7 @@ from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
 from canvax.params import Param, Params, Spec, init_params
 from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
 from canvax.types import Array
+from canvax.weights.load import load_params
 
 __all__ = [
     "Array",
@@ -41,4 +42,5 @@ __all__ = [
     "TextEncoders",
     "from_scheduler_config",
     "init_params",
+    "load_params",
 ]
