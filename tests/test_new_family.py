@@ -90,6 +90,13 @@ def test_the_times_of_a_family(pipe: canvax.Pipeline) -> None:
         assert made.model.scheduler.schedule.even_times is even
 
 
+def test_a_model_takes_a_scheduler_object() -> None:
+    config = canvax.load("emoji", progress=False).model.scheduler.config
+    scheduler = canvax.extend.from_scheduler_config({**config, "beta_end": 0.01, "_class_name": "DDPMScheduler"})
+    got = canvax.load("emoji", progress=False, scheduler=scheduler).model.scheduler
+    assert got.config.items() >= scheduler.config.items()
+
+
 def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("params", lambda: canvax.pipeline_of(NETWORKS, {}, "DDIMScheduler")),
