@@ -272,8 +272,11 @@ class Programs:
         size = {name: facts[name] for name in ("batch", "height", "width") if "height" in facts}
         if self.described or self.stacked or math.prod(size.values()) < LARGE * tall * wide:
             return
-        with compiling_on(self.mesh):
-            jaxpr = traced(call.program.function, *call.arguments)
+        try:
+            with compiling_on(self.mesh):
+                jaxpr = traced(call.program.function, *call.arguments)
+        except RuntimeError:  # without cuDNN the program is another one, or compiling raises the same error
+            return
         weights = call.arguments[0]
         quantized = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(weights))
         cure = partial(cures, self.mesh, compute_dtype(weights).name, quantized=quantized, **size)

@@ -153,8 +153,8 @@ def largest_layer_bytes(jaxpr: Any) -> int:
 def check_layers(name: str, jaxpr: Any, mesh: Mesh, cure: Callable[[], str]) -> None:
     """Compare a program's largest layer with the free memory of the devices.
 
-    Programs of an image need 1.7 to 7 times as much as this layer, which docs/design/experiments.md measures. So too
-    little memory for the layer is an error, and for twice as much a warning.
+    No program needs less, and most need twice as much or more (docs/design/experiments.md). So too little memory for the
+    layer is an error, and for twice as much a warning.
 
     Args:
         name: the program, for messages.
@@ -171,7 +171,10 @@ def check_layers(name: str, jaxpr: Any, mesh: Mesh, cure: Callable[[], str]) -> 
     fact = f"one layer of the {name} needs {gigabytes(needed)} on each device, and {gigabytes(free)} are free"
     if needed > free:
         raise OutOfMemoryError(f"{fact}; {cure()}")
-    warn(f"{fact}; the program needs twice as much or more, and may fail after it is compiled; {cure()}", HintWarning)
+    warn(
+        f"{fact}; most programs need twice as much or more, and this one may fail after it is compiled; {cure()}",
+        HintWarning,
+    )
 
 
 @contextmanager
