@@ -153,8 +153,8 @@ def largest_layer_bytes(jaxpr: Any) -> int:
 def check_layers(name: str, jaxpr: Any, mesh: Mesh, cure: Callable[[], str]) -> None:
     """Compare a program's largest layer with the free memory of the devices.
 
-    No program needs less, and most need twice as much or more (docs/design/experiments.md). So too little memory for the
-    layer is an error, and for twice as much a warning.
+    No program needs less, and most need twice as much or more (docs/design/experiments.md). So too little memory for
+    the layer is an error, and for twice as much a warning.
 
     Args:
         name: the program, for messages.
