@@ -100,3 +100,5 @@ if __name__ == "__main__":
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(NETWORKS.specs().items())}
     pipe = canvax.pipeline_of(NETWORKS, params, "FlowMatchEulerDiscreteScheduler", family=FAMILY)
     pipe("a fox", seed=1).images[0].save("fox.png")
+    pipe.save("toy")
+    params = canvax.extend.load_params("toy", NETWORKS.specs())  # for the same call of pipeline_of

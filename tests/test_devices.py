@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 
 import canvax
 from canvax.compile.inspect import collectives
@@ -314,6 +316,42 @@ def test_program_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     said = ("1.0 MB are free", "fewer images at once (now 6", "bfloat16", "64 x 64", "model=2")
     for part in said:
         assert part in str(caught.value)
+
+
+def test_a_layer_that_cannot_fit_is_refused_before_compiling(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size whose largest layer fits once is compiled, with a warning; figures are known of any size."""
+    pipe, compiled = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1])), Lowered.compile
+    call: dict[str, Any] = {"height": 192, "width": 128}
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1_000_000)
+    monkeypatch.setattr(Lowered, "compile", lambda *_: pytest.fail("it is compiled"))
+    for ask in (lambda: draw(pipe, **call), lambda: pipe.compile(**call, progress=False)):
+        with pytest.raises(canvax.OutOfMemoryError, match=r"1\.0 MB are free.*128 x 192"):
+            ask()
+    monkeypatch.setattr(Lowered, "compile", compiled)
+    decoder = pipe.programs.wanted(pipe.params, pipe.model.networks.latent_shape(1, 192, 128))["decoder"]
+    layer = memory.largest_layer_bytes(jax.make_jaxpr(decoder.function)(pipe.params["vae"], *decoder.inputs).jaxpr)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: int(1.5 * layer))
+    with pytest.warns(canvax.HintWarning, match="decoder"):
+        made = pipe.programs.compile(pipe.params, {"decoder": decoder})["decoder"]
+    assert memory.program_bytes(made.executable) > 1.7 * layer
+    described = list[bool]()
+    monkeypatch.setattr(Programs, "ready", lambda programs, *_: described.append(programs.described) or {})
+    pipe.memory(**call)
+    assert all(described)
+
+
+def test_the_largest_layer_of_a_loop_on_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the body of a loop, in bytes of its dtypes; devices share it."""
+
+    def looped(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda _, y: (y @ y).astype(jnp.bfloat16), x)
+
+    jaxpr = jax.make_jaxpr(looped)(jnp.zeros((64, 64), jnp.bfloat16)).jaxpr
+    assert memory.largest_layer_bytes(jaxpr) == 3 * 2 * 64 * 64
+    for devices, free, fits in ((1, 24_000, False), (2, 13_000, True)):
+        monkeypatch.setattr(memory, "free_bytes", lambda mesh, free=free: free)
+        with nullcontext() if fits else pytest.raises(canvax.OutOfMemoryError):
+            memory.check_layers("decoder", jaxpr, make_mesh(jax.devices()[:devices]), str)
 
 
 @pytest.mark.parametrize(

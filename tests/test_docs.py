@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import json
+import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +17,19 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 from test_reference import commands
 
 import canvax
 from canvax.cli import main
-from canvax.families.known import FAMILIES
+from canvax.families import known
 from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.samplers import build_table, from_scheduler_config
-from canvax.weights.folder import library_of
-from canvax.weights.load import Component
-from canvax.weights.save import save_checkpoint
 from examples import new_family
+from tests.support.serve_process import serving
+from tests.support.serving import by_job
 
 ROOT = Path(__file__).parent.parent
 FLOW = "FlowMatchEulerDiscreteScheduler"
@@ -102,31 +105,92 @@ def test_the_page_of_a_new_family() -> None:
     assert not re.findall(r"\b_[a-z]", own)
 
 
-def test_the_family_of_the_page_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the folder that the page describes."""
-    page = ROOT / "docs" / "new-family.md"
-    names = dict(vars(new_family))
-    exec(blocks(page)[-1], names)
-    index = re.search(r"model_index\.json +(\{.*?\})$", page.read_text(encoding="utf-8"), re.M | re.S)
-    assert index
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[canvax.Pipeline, Path]:
+    """The family of the page in an installed package; a pipeline of it, and its folder."""
+    page, site = ROOT / "docs" / "new-family.md", tmp_path / "site"
+    (site / "toy-1.dist-info").mkdir(parents=True)
+    (entries,) = re.findall(r"^```toml\n\[project\.entry-points\.(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    (site / "toy-1.dist-info/entry_points.txt").write_text("[" + entries.replace('"', ""), "utf-8")
+    (site / "toy-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n", "utf-8")
+    code = (ROOT / "examples" / "new_family.py").read_text("utf-8") + blocks(page)[-1]
+    (site / "toy_canvax.py").write_text(code, "utf-8")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delitem(sys.modules, "toy_canvax", raising=False)
+    monkeypatch.setattr(known, "_registered", {})
+    known._register_installed.cache_clear()
+    family = known.family_of({"_class_name": "ToyPipeline"})
     networks = new_family.Networks(
         new_family.Mlp(), new_family.Squares(), TextEncoders((new_family.Letters("text_encoder", (9,)),))
     )
-    specs = networks.specs()
-    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(specs.items())}
-    save_checkpoint(
-        tmp_path / "toy",
-        [Component(name, spec, library_of(name)) for name, spec in specs.items()],
-        params,
-        index=json.loads(index[1]),
-        configs={"mlp": {}, "vae": {}, "text_encoder": {"max_length": 9}, "scheduler": {"_class_name": FLOW}},
+    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
+    made = canvax.pipeline_of(networks, params, FLOW, family=family, mesh=make_mesh(jax.devices()[:1]))
+    made.save(tmp_path / "toy")
+    (tmp_path / "toy/text_encoder/config.json").write_text('{"max_length": 9}', "utf-8")
+    return made, tmp_path / "toy"
+
+
+def test_the_family_of_the_page_is_loaded(toy: tuple[canvax.Pipeline, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the folder that the page describes, by an installed package; its rules name layers of files and LoRAs."""
+    made, folder = toy
+    index = re.search(r"model_index\.json +(\{.*?\})$", (ROOT / "docs/new-family.md").read_text("utf-8"), re.M | re.S)
+    assert index
+    assert json.loads((folder / "model_index.json").read_text("utf-8")) == json.loads(index[1])
+    want = made("a fox", seed=1, progress=False).pixels
+    weights = folder / "mlp/diffusion_pytorch_model.safetensors"
+    named = {name.replace("x.", "net.first."): array for name, array in load_file(weights).items()}
+    for arrays in (load_file(weights), named):
+        save_file(arrays, weights)
+        loaded = canvax.load(folder, mesh=made.mesh)
+        assert loaded.model.text.encoders[0].lengths == (9,)
+        np.testing.assert_allclose(loaded("a fox", seed=1, progress=False).pixels, want, atol=1e-5)
+    lora = {
+        "net.last.lora_A.weight": np.ones((1, 8), np.float32),
+        "net.last.lora_B.weight": np.ones((3, 1), np.float32),
+    }
+    save_file(lora, folder / "lora.safetensors")
+    loaded.adapters.load("style", folder / "lora.safetensors")
+    np.testing.assert_allclose(
+        loaded.params["mlp"]["out"]["weight"], made.params["mlp"]["out"]["weight"] + 1, atol=1e-5
     )
-    monkeypatch.setattr("canvax.families.known.FAMILIES", (*FAMILIES, names["TOY"]))
-    loaded = canvax.load(tmp_path / "toy", mesh=make_mesh(jax.devices()[:1]))
-    assert loaded.model.text.encoders[0].lengths == (9,)
-    made = canvax.pipeline_of(networks, params, FLOW, family=names["TOY"], mesh=loaded.mesh)
-    got, want = (pipe("a fox", seed=1, progress=False).pixels for pipe in (loaded, made))
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    monkeypatch.chdir(folder.parent)
+    assert main(["generate", "a fox", "-m", "toy", "--seed", "1", "-o", "fox.png", "-q"]) == 0
+    got = np.asarray(Image.open(folder.parent / "fox.png"), np.float32)
+    np.testing.assert_allclose(got / 255, want[0], atol=0.01)
+
+
+@pytest.mark.slow
+def test_the_family_of_the_page_is_served(toy: tuple[canvax.Pipeline, Path]) -> None:
+    made, folder = toy
+    with serving(str(folder), cwd=folder.parent) as served, served.ready() as client:
+        got, _ = by_job(client, {"prompt": "a fox", "seed": 1})
+    want = made("a fox", seed=1, progress=False).pixels[0]
+    np.testing.assert_allclose(got / 255, want, atol=0.01)
+
+
+def test_families_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of canvax keep their names, and a family without files is not for ``canvax.load``."""
+    monkeypatch.setattr(known, "_registered", {})
+    for family in (dataclasses.replace(known.FAMILIES[0], pipelines=("OtherPipeline",)), new_family.FAMILY):
+        with pytest.raises(canvax.InputError) as caught:
+            known.register(family)
+        assert caught.value.argument == "family"
+    again = [dataclasses.replace(known.FAMILIES[0], name="mine", models=text) for text in ("", "edited")]
+    assert [known.register(family) for family in again] == again
+    index = {"_class_name": again[0].pipelines[0]}
+    assert known.family_of(index) is again[1]
+
+
+def test_an_installed_family_with_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning names it, and other models are loaded."""
+    (tmp_path / "bad-1.dist-info").mkdir()
+    (tmp_path / "bad-1.dist-info/entry_points.txt").write_text("[canvax.families]\nbad = no_module:BAD\n", "utf-8")
+    (tmp_path / "bad-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1\n", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    known._register_installed.cache_clear()
+    with pytest.warns(canvax.HintWarning, match="no_module:BAD"):
+        assert known.families() == known.FAMILIES
 
 
 PICTURED = ("image-to-image", "guidance", "coming-from-diffusers")

@@ -40,6 +40,11 @@ def run(here: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return script
 
 
+def pixels_of(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image, np.float64)
+
+
 def test_no_example_is_forgotten() -> None:
     names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
     tested = Path(__file__).read_text("utf-8")
@@ -66,7 +71,7 @@ def test_scripts(run: Any, name: str, images: int) -> None:
 def test_a_picture_is_inverted(run: Any, here: Path) -> None:
     """Drawn again from its noise it is the same picture; with another prompt the red apple becomes a green one."""
     (path,) = run("invert.py")
-    row = np.asarray(Image.open(path), np.float64)
+    row = pixels_of(path)
     side = len(row)
     drawn, decoded, again, *changed = row.reshape(side, -1, side, 3).swapaxes(0, 1)
     assert -10 * np.log10(np.square((again - decoded) / 255).mean()) > 45
@@ -125,7 +130,7 @@ def test_preferences(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.weekly
 def test_distillation(run: Any, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (path,) = run("distil.py", 20, 16)
-    width, height = Image.open(path).size
+    height, width, _ = pixels_of(path).shape
     assert width == 2 * height  # six images of teacher, teacher in few steps, student
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     losses = np.array([[float(line[3].rstrip(",")), float(line[-1])] for line in lines if line[:1] == ["update"]])
@@ -139,7 +144,7 @@ def test_distillation(run: Any, here: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.weekly
 def test_from_scratch(run: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     (path,) = run("from_scratch.py", *words, 40, 2)
-    assert Image.open(path).size == (9 * 256, 3 * 256)
+    assert pixels_of(path).shape == (3 * 64, 9 * 64, 3)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     losses = [dict(zip(line[2::2], map(float, line[3::2]), strict=True)) for line in lines if line[:1] == ["update"]]
     assert "error" in losses[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 import canvax
+import canvax.extend
 from canvax.cli import preview
 from canvax.compile import cache, key
 from canvax.compile.kinds import Kinds
@@ -46,11 +48,15 @@ from canvax.models.denoiser import (
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, TextEncoders
+from canvax.nn import linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, init_params
+from canvax.train import low_rank
 from canvax.types import Array
+from canvax.weights.lora import read_adapter
 from examples.new_family import CHANNELS, FACTOR, FAMILY, NETWORKS, WIDTH, Letters, Mlp, OneAfterAnother, Squares
+from tests.support.adapter_files import Draw, write
 from tests.support.small_checkpoint import UNET
 
 
@@ -84,6 +90,13 @@ def test_the_times_of_a_family(pipe: canvax.Pipeline) -> None:
         assert made.model.scheduler.schedule.even_times is even
 
 
+def test_a_model_takes_a_scheduler_object() -> None:
+    config = canvax.load("emoji", progress=False).model.scheduler.config
+    scheduler = canvax.extend.from_scheduler_config({**config, "beta_end": 0.01, "_class_name": "DDPMScheduler"})
+    got = canvax.load("emoji", progress=False, scheduler=scheduler).model.scheduler
+    assert got.config.items() >= scheduler.config.items()
+
+
 def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("params", lambda: canvax.pipeline_of(NETWORKS, {}, "DDIMScheduler")),
@@ -94,8 +107,97 @@ def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
         with pytest.raises(canvax.InputError) as caught:
             call()
         assert argument in (caught.value.argument, str(caught.value).split(".")[0])
-    with pytest.raises(canvax.CheckpointError):  # nothing on the disk says what a checkpoint must
-        pipe.save("out")
+
+
+def test_saved_parameters_are_loaded(pipe: canvax.Pipeline, tmp_path: Path) -> None:
+    """The dtypes are those of the files. A file that does not fit is refused."""
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), pipe.params)
+    for params, folder in ((pipe.params, tmp_path / "whole"), (low, tmp_path / "low")):
+        loaded = canvax.extend.load_params(pipe.save(folder, params), NETWORKS.specs())
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+        assert jax.tree.map(lambda leaf: leaf.dtype, loaded) == jax.tree.map(lambda leaf: leaf.dtype, params)
+    for folder, spec in ((tmp_path / "whole", {"embed": Mlp().spec["out"]}), (tmp_path / "none", Mlp().spec)):
+        with pytest.raises(canvax.CheckpointError):
+            canvax.extend.load_params(folder, {"mlp": spec})
+
+
+def test_a_pipeline_with_another_denoiser_is_saved(tmp_path: Path) -> None:
+    emoji = canvax.load("emoji", progress=False)
+    mine = Flat(emoji.model.networks.vae.latent_channels)
+    pipe = emoji.with_denoiser(mine, init_params(mine.spec, 0))
+    pipe.save(tmp_path / "out")
+    loaded = canvax.extend.load_params(tmp_path / "out", {"flat": mine.spec})
+    np.testing.assert_array_equal(loaded["flat"]["out"]["weight"], pipe.params["flat"]["out"]["weight"])
+    index = json.loads((tmp_path / "out/model_index.json").read_text("utf-8"))
+    assert index["unet"] == [None, None]
+    assert index["flat"][0] == "diffusers"
+
+
+@dataclass(frozen=True)
+class Flat(Denoiser):
+    """A matrix for each latent."""
+
+    channels: int
+    component, facts = "flat", Facts(native_size=(8, 8))
+
+    @property
+    def spec(self) -> Any:
+        return {"out": linear_spec(self.channels, self.channels)}
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
+        return linear(p["out"], x), memory
+
+
+SPELLED = {
+    "peft": "{component}.{layer}.lora_{role}.weight",
+    "saved by peft": "base_model.model.{component}.{layer}.lora_{role}.weight",
+    "kohya": "lora_{component}_{layer}.lora_{role}.weight",
+}
+CHANGED = {"mlp": "out", "reader": "embed", "speller": "embed"}
+
+
+@pytest.mark.parametrize("spelling", SPELLED)
+def test_loras_of_components_with_other_names(spelling: str, tmp_path: Path) -> None:
+    """The names are those of the networks; the settings of PEFT are in a file next to it."""
+    pipe, draw_numbers, arrays, want = pipeline_of(NETWORKS), Draw(1), {}, {}
+    for component, layer in CHANGED.items():
+        weight = pipe.params[component][layer]["weight"]
+        down, up = draw_numbers(2, weight.shape[0]), draw_numbers(weight.shape[1], 2)
+        for role, array in zip(("down", "up") if spelling == "kohya" else ("A", "B"), (down, up), strict=True):
+            arrays[SPELLED[spelling].format(component=component, layer=layer, role=role)] = array
+        want[component] = np.asarray(weight) + 3.0 * (up @ down).T
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings), "utf-8")
+    write(tmp_path / "adapter_model.safetensors", arrays)
+    pipe.adapters.load("style", tmp_path)
+    for component, layer in CHANGED.items():
+        np.testing.assert_allclose(pipe.params[component][layer]["weight"], want[component], atol=1e-5)
+
+
+def test_a_bare_name_is_of_the_denoiser(tmp_path: Path) -> None:
+    """An encoder has a layer of this name, too."""
+
+    class Alike(Mlp):
+        @property
+        def spec(self) -> Any:
+            return super().spec | {"embed": super().spec["out"]}
+
+    networks, draw_numbers = dataclasses.replace(NETWORKS, denoiser=Alike()), Draw(1)
+    arrays = {"embed.lora_A.weight": draw_numbers(2, WIDTH), "embed.lora_B.weight": draw_numbers(CHANNELS, 2)}
+    adapter = read_adapter(write(tmp_path / "bare.safetensors", arrays), networks.adapted)
+    assert list(adapter.parts) == [("mlp", "embed.weight")]
+
+
+@pytest.mark.parametrize("names", low_rank.FORMATS)
+def test_a_lora_that_was_trained_is_loaded(pipe: canvax.Pipeline, names: str, tmp_path: Path) -> None:
+    layers = {name: {layer: low_rank.Layer({layer: pipe.model.specs[name][layer]["weight"]})}
+              for name, layer in CHANGED.items()}  # fmt: skip
+    factors = jax.tree.map(lambda array: array + 0.5, low_rank.new_factors(layers, 2, seed=0))
+    low_rank.write_factors(tmp_path / "style.safetensors", factors, layers, alpha=4, names=names, metadata={})
+    other = pipeline_of(NETWORKS)
+    other.adapters.load("style", tmp_path / "style.safetensors")
+    want = low_rank.merged(factors, pipe.params, layers, scale=2.0)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), other.params, want)
 
 
 @dataclass(frozen=True)

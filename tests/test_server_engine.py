@@ -20,6 +20,7 @@ from PIL import Image
 import canvax
 from canvax.compile.monitor import compilations
 from canvax.models.configs import ClipVisionConfig
+from canvax.parallel import memory
 from canvax.parallel.place import waits
 from canvax.pipelines.hints import hints
 from canvax.pipelines.safety import SafetyChecker
@@ -819,6 +820,20 @@ def test_compiling_on_demand_is_bounded(engine: ImageEngine, monkeypatch: pytest
     until(lambda: all(job.status.over for job in jobs))
     assert built == [("72x64", True), ("88x64", True), ("96x64", True)]
     assert jobs[2].error == ("server_error", "not today")
+
+
+def test_an_image_too_large_for_the_memory_is_not_compiled(
+    engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job fails with the figures."""
+    monkeypatch.setattr(engine, "_settings", EngineSettings(compile_on_demand=True))
+    monkeypatch.setattr(engine._models, "_settings", engine._settings)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1_000_000)
+    job = engine.submit(JobRequest("a red apple", width=128, height=128, steps=2))
+    until(lambda: job.status.over)
+    assert job.error
+    assert job.error[0] == "out_of_memory"
+    assert "1.0 MB are free" in job.error[1]
 
 
 def test_the_encoder_of_images_is_compiled_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

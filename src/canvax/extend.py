@@ -4,8 +4,10 @@ A model is a denoiser, text encoders and an autoencoder, each a frozen record ov
 makes a pipeline of them. The layers are in ``canvax.nn``.
 """
 
-from canvax.families.base import Defaults, Family, Model, SizeConditions
+from canvax.families.base import Defaults, Family, Model, SizeConditions, check_components, parsed
+from canvax.families.known import register
 from canvax.guidance import Guidance
+from canvax.models.configs import Config
 from canvax.models.decode import Autoencoder
 from canvax.models.denoiser import Denoiser, DenoiserWrapper, Extras, Facts, Inputs, Packing, Row
 from canvax.models.networks import Networks
@@ -13,11 +15,15 @@ from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
 from canvax.params import Param, Params, Spec, init_params
 from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
 from canvax.types import Array
+from canvax.weights.files import ModelFiles
+from canvax.weights.load import load_params
+from canvax.weights.rules import Rule
 
 __all__ = [
     "Array",
     "Autoencoder",
     "Conditions",
+    "Config",
     "Defaults",
     "Denoiser",
     "DenoiserWrapper",
@@ -27,18 +33,24 @@ __all__ = [
     "Guidance",
     "Inputs",
     "Model",
+    "ModelFiles",
     "Networks",
     "NoiseSchedule",
     "Packing",
     "Param",
     "Params",
     "Row",
+    "Rule",
     "Scheduler",
     "Shapes",
     "SizeConditions",
     "Spec",
     "TextEncoder",
     "TextEncoders",
+    "check_components",
     "from_scheduler_config",
     "init_params",
+    "load_params",
+    "parsed",
+    "register",
 ]

@@ -71,6 +71,7 @@ LOAD: dict[str, ForeignName] = {
     **same("unet tokenizer_2",
             "load the whole model and pass edited weights with params=; see docs/pipeline.md"),
     **same("subfolder", "pass the folder that holds model_index.json"),
+    **same("sampler", "write pipe(prompt, sampler='Euler'), or scheduler= for a scheduler or fields of its config"),
     **same("custom_pipeline trust_remote_code", "canvax runs no code from a repository"),
     **same("from_flax from_pt", "safetensors and Flax's msgpack are both read; leave it out"),
     **same("quantization_config load_in_8bit", "write quantize='int8' or quantize='float8'"),

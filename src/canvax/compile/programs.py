@@ -6,6 +6,7 @@ first call, so that compiling is shown and timed separately.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -27,12 +28,13 @@ from canvax.compile.features import Features
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, Site
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import PROMPT, columns_of, memory_of, off
-from canvax.kernels.target import compile_or_fall_back
+from canvax.kernels.target import compile_or_fall_back, compiling_on, traced
 from canvax.models.beside import ADAPTERS
 from canvax.models.decode import decode_images, decode_packed
 from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders, encode_and_join
 from canvax.originals import foreign, replaced
+from canvax.parallel.memory import check_layers, cures
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.parallel.place import on_host
 from canvax.params import Params
@@ -42,6 +44,9 @@ from canvax.types import Array, DType
 
 MOST_PROGRAMS = 64
 """The most programs in memory; the one that was used longest ago is dropped first."""
+
+LARGE = 4
+"""Images of as many times the pixels that a model was trained for are compared with the memory before compiling."""
 
 PLAIN = Kinds()
 
@@ -71,6 +76,7 @@ class Programs:
         mesh: the devices.
         precision: JAX matmul precision of float32 ("highest" is real float32 on TPU and GPU), None for the default.
         stacked: every parameter has a leading axis that holds one copy for each device, as in the old Flax pipelines.
+        described: the devices are those of a plan, or only figures are wanted: what does not fit is compiled as well.
         features: the outputs of its encoders, by content.
     """
 
@@ -78,6 +84,7 @@ class Programs:
     mesh: Mesh
     precision: str | None = None
     stacked: bool = False
+    described: bool = False
     features: Features = field(default_factory=Features, repr=False, compare=False)
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -131,6 +138,8 @@ class Programs:
         calls = {name: self._call(params, program) for name, program in wanted.items()}
         programs = {name: program for name, call in calls.items() if (program := self._held(call.key))}
         missing = [name for name in calls if name not in programs]
+        for name in missing:
+            self._check_memory(calls[name])
         made = at_once([partial(self._made, calls[name], announce) for name in missing])
         programs.update(zip(missing, made, strict=True))
         return {name: Compiled(call.program, programs[name]) for name, call in calls.items()}
@@ -252,6 +261,26 @@ class Programs:
         with self._lock:
             self._building.pop(call.key, None)
         return program
+
+    def _check_memory(self, call: _Call) -> None:
+        """Refuse a program for large images that cannot fit, in a second, before the minutes of compiling.
+
+        Raises:
+            OutOfMemoryError: a layer of it needs more memory than is free.
+        """
+        (tall, wide), facts = self.networks.native_size, call.program.facts
+        size = {name: facts[name] for name in ("batch", "height", "width") if "height" in facts}
+        if self.described or self.stacked or math.prod(size.values()) < LARGE * tall * wide:
+            return
+        try:
+            with compiling_on(self.mesh):
+                jaxpr = traced(call.program.function, *call.arguments)
+        except RuntimeError:  # without cuDNN the program is another one, or compiling raises the same error
+            return
+        weights = call.arguments[0]
+        quantized = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(weights))
+        cure = partial(cures, self.mesh, compute_dtype(weights).name, quantized=quantized, **size)
+        check_layers(call.program.name, jaxpr, self.mesh, cure)
 
     def _held(self, key: Any) -> Callable[..., Any] | None:
         """Return the program and mark it as used last; None if it is not compiled."""

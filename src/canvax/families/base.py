@@ -358,7 +358,8 @@ class Model:
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
-        Networks that read control images or image prompts are separate files and are not written.
+        Networks that read control images or image prompts are separate files and are not written. Components that were
+        made in Python are written under the names of their specs, with an empty config.
 
         Raises:
             InputError: its weights are quantised, which that layout does not support, or the folder is not empty.
@@ -366,17 +367,28 @@ class Model:
         """
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
-        names = (*self.text.names, self.networks.denoiser.component, "vae", "scheduler")
+        names = (*self.text.names, self.networks.denoiser.component, "vae")
+        made = {part.name: part for part in self.components if part.name not in self.files.configs}
+        parts = [
+            Component(part.name, part.spec, part.kind) if part.name in made else part
+            for part in self.components
+            if part.name in names
+        ]
+        scheduler = dict(self.files.configs.get("scheduler", self.scheduler.config))
+        index = {"_class_name": next(iter(self.family.pipelines), self.family.name), **self.files.index}
+        classes = {name: next(iter(self.family.classes.get(name, ())), name) for name in made}
+        index |= {name: [part.kind, classes[name]] for name, part in made.items() if name in names}
+        index.setdefault("scheduler", ["diffusers", scheduler.get("_class_name")])
         return save_checkpoint(
             folder,
-            [part for part in self.components if part.name in names],
+            parts,
             {name: params[name] for name in names if name in params},
-            index=self.files.index,
-            configs={name: self.files.config(name) for name in names},
-            copy_from=self.files.folder,
+            index=index,
+            configs={name: self.files.configs.get(name, {}) for name in names} | {"scheduler": scheduler},
+            copy_from=self.files.folder if self.files.index else None,
             dtype=dtype,
             overwrite=overwrite,
-            rest={part.name: self._unread(part, params, dtype) for part in self.components if part.name in names},
+            rest={part.name: self._unread(part, params, dtype) for part in parts if part.name not in made},
         )
 
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
-from canvax.errors import CheckpointError
+from canvax.errors import CheckpointError, HintWarning, InputError, warn
 from canvax.families.anima import ANIMA
-from canvax.families.base import Family
+from canvax.families.base import Family, no_networks
 from canvax.families.flux import CHROMA, FLUX
 from canvax.families.flux2 import FLUX2
 from canvax.families.flux3 import FLUX3
@@ -22,7 +24,7 @@ from canvax.models.networks import Networks
 FAMILIES: tuple[Family, ...] = (
     *(SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX, CHROMA, FLUX2, FLUX3, KREA2, QWEN_IMAGE, QWEN_IMAGE_1, ANIMA),
 )
-"""The first family that matches a checkpoint is the checkpoint's."""
+"""The families in the package. The first that matches a checkpoint is the checkpoint's."""
 
 MODELS = ", ".join(dict.fromkeys(family.models or family.title for family in FAMILIES))
 """Display names of the supported models."""
@@ -34,9 +36,53 @@ AUTOENCODERS = tuple(dict.fromkeys(kind for family in FAMILIES for kind in famil
 """Classes of autoencoders."""
 
 
+GROUP = "canvax.families"
+"""Group of the entry points with which installed packages register their families."""
+
+_registered: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Let ``canvax.load``, the commands and the server read models of a family; it replaces the last of its name.
+
+    It comes before the families of canvax, which read the same pipelines. A package does the same with an entry point
+    in the group ``canvax.families``, in each process.
+
+    Returns:
+        The family.
+
+    Raises:
+        InputError: it has the name of a family of canvax, or describes no files.
+    """
+    if any(known.name == family.name for known in FAMILIES):
+        raise InputError("family", "has the name of a family of canvax", cure="choose another", value=family.name)
+    if not family.pipelines or not family.classes or family.read is no_networks:
+        problem = "describes no files, which need {pipelines}, {classes} and {read}"
+        raise InputError("family", problem, cure="canvax.pipeline_of needs no registration", value=family.name)
+    _registered[family.name] = family
+    return family
+
+
+def families() -> tuple[Family, ...]:
+    """Return all families: those that were registered, then those of canvax."""
+    _register_installed()
+    return *_registered.values(), *FAMILIES
+
+
+@cache
+def _register_installed() -> None:
+    """Register the families of installed packages; a warning names a package whose family cannot be used."""
+    for point in entry_points(group=GROUP):
+        try:
+            register(point.load())
+        except Exception as error:  # of the package's code
+            problem = f"{type(error).__name__}: {error}"
+            warn(f"the family {point.name} ({point.value}) cannot be used: {problem:.300}", HintWarning)
+
+
 def component_names() -> tuple[str, ...]:
     """Return the components that models of some family have, which are read where ``model_index.json`` names them."""
-    return tuple(dict.fromkeys(name for family in FAMILIES for name in family.classes))
+    return tuple(dict.fromkeys(name for family in families() for name in family.classes))
 
 
 def family_of(index: Mapping[str, Any]) -> Family:
@@ -46,8 +92,8 @@ def family_of(index: Mapping[str, Any]) -> Family:
         CheckpointError: it is of another kind of model.
     """
     name = index.get("_class_name")
-    for family in FAMILIES:
+    for family in families():
         if name in family.pipelines and all(index.get(key) == value for key, value in family.index.items()):
             return family
-    known = dict.fromkeys(repr(pipeline) for family in FAMILIES for pipeline in family.pipelines)
+    known = dict.fromkeys(repr(pipeline) for family in families() for pipeline in family.pipelines)
     raise CheckpointError(f"model_index.json names the pipeline {name!r}; supported: {', '.join(known)} ({MODELS})")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.families.base import CLASSES, Family
-from canvax.families.known import FAMILIES
+from canvax.families.known import families
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
@@ -103,7 +103,7 @@ def readers(part: FileReport) -> str:
     """Return the families of an autoencoder or a text encoder of a transformer, by kind and widths; "" if unknown."""
     if not part.path.is_file() or part.kind not in (AUTOENCODER, *_ENCODERS):
         return ""
-    return ", ".join(dict.fromkeys(family.title for family in FAMILIES if _reads(family, part)))
+    return ", ".join(dict.fromkeys(family.title for family in families() if _reads(family, part)))
 
 
 def _reads(family: Family, part: FileReport) -> bool:

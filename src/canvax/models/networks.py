@@ -60,6 +60,11 @@ class Networks:
         specs = quantized_specs(specs, quantize)
         return {name: on_host(spec) if streamed and name != "vae" else spec for name, spec in specs.items()}
 
+    @property
+    def adapted(self) -> dict[str, Spec]:
+        """The declared parameters of the components that adapters can change: the denoiser, then the text encoders."""
+        return {self.denoiser.component: self.denoiser.spec, **self.text.specs}
+
     def denoiser_of(self, roles: Collection[int]) -> Denoiser:
         """Return the denoiser for samples of these roles.
 

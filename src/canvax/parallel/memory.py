@@ -10,9 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, OutOfMemoryError, is_out_of_memory
+from canvax.errors import HintWarning, InputError, OutOfMemoryError, is_out_of_memory, warn
 
 MOST_OFFLOADED = 0.9
 """Part of the free memory that a whole network may take; the rest is for its arrays, 1.5 to 2 GB for an image of 1024 x
@@ -136,6 +137,44 @@ def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callab
                 f"the {name} needs {gigabytes(needed)} on each device beside the weights, and {gigabytes(free)} are "
                 f"free; {cure()}"
             )
+
+
+def largest_layer_bytes(jaxpr: Any) -> int:
+    """Return the most bytes that a convolution or matmul of a program reads and writes: the program needs more."""
+    most = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
+            values = (*equation.invars, *equation.outvars)
+            most = max(most, sum(value.aval.size * value.aval.dtype.itemsize for value in values))
+        most = max(most, *map(largest_layer_bytes, jaxprs_in_params(equation.params)), 0)
+    return most
+
+
+def check_layers(name: str, jaxpr: Any, mesh: Mesh, cure: Callable[[], str]) -> None:
+    """Compare a program's largest layer with the free memory of the devices.
+
+    No program needs less, and most need twice as much or more (docs/design/experiments.md). So too little memory for
+    the layer is an error, and for twice as much a warning.
+
+    Args:
+        name: the program, for messages.
+        jaxpr: the whole program, for all devices.
+        mesh: the devices.
+        cure: gives the advice.
+
+    Raises:
+        OutOfMemoryError: the layer does not fit.
+    """
+    needed, free = largest_layer_bytes(jaxpr) // mesh.size, free_bytes(mesh)
+    if free is None or 2 * needed <= free:
+        return
+    fact = f"one layer of the {name} needs {gigabytes(needed)} on each device, and {gigabytes(free)} are free"
+    if needed > free:
+        raise OutOfMemoryError(f"{fact}; {cure()}")
+    warn(
+        f"{fact}; most programs need twice as much or more, and this one may fail after it is compiled; {cure()}",
+        HintWarning,
+    )
 
 
 @contextmanager

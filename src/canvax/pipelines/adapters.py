@@ -234,8 +234,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             source, revision, None, token, cache_dir, local_files_only, weight_name=weight_name, argument="source"
         )
         (path, *_), config = find_adapter(origin, LORA_FILES)
-        specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
-        adapter = read_adapter(path, specs, config)
+        adapter = read_adapter(path, self._model.networks.adapted, config)
         loaded = LoadedAdapter(
             name,
             str(source),

@@ -244,7 +244,8 @@ class LoadedModel:
         if params is None:
             params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
         adds = [ReadsReferences(self._references(references, height, width))] if references else []
-        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), *adds)
+        measured = replace(self.programs, described=True)  # figures also of what does not fit
+        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), *adds, programs=measured)
         weights, free = weight_bytes(self.model.components, self.model.dtype, mesh.shape), free_bytes(mesh)
         programs, parts, ahead = dict[str, int](), dict[str, int](), dict[str, int]()
         networks, kind = self.model.networks, self.model.quantize
@@ -362,6 +363,7 @@ class LoadedModel:
         display: Display,
         *adds: Any,
         image: bool = False,
+        programs: Programs | None = None,
     ) -> Ready:
         """Return the programs of a size in pixels and a batch."""
         model, networks = self.model, self.model.networks
@@ -376,7 +378,7 @@ class LoadedModel:
         for lengths in model.text.up_to_shortest(height * width):
             rule = rule_of(model.family.guidance)
             kinds = Kinds(guides, rule, decoder=way, lengths=lengths).adding(*adds, reads and ReadsImage(way))
-            ready = self.programs.ready(params, latents, kinds, display.announce)
+            ready = (programs or self.programs).ready(params, latents, kinds, display.announce)
         return ready
 
     def _own(self, params: Params | None) -> Params:

@@ -266,6 +266,9 @@ def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
     """Check the sampler of a call; return a function as a spec."""
     if isinstance(value, str | SamplerSpec | SamplerTable | None):
         return value
+    if isinstance(getattr(value, "config", value), Mapping):
+        cure = "write canvax.load(model, scheduler=...), and give a call a name such as 'Euler'"
+        raise InputError("sampler", "is a scheduler, which belongs to the model", cure=cure, value=value)
     if not callable(value) or isinstance(value, type):
         cure = "give a name that canvax samplers lists, a SamplerTable, a SamplerSpec or a solver"
         raise InputError("sampler", "is not a sampler", cure=cure, value=value)
@@ -530,7 +533,8 @@ def check_init_images(
                 raise needs(name, "image")
         return None
     if options.denoising_start:
-        raise conflict("image", "denoising_start", why="strength says where an image begins")
+        cure = "leave one out, or give {latents=result.latents} of a run that stopped"
+        raise conflict("image", "denoising_start", why="strength says where an image begins", cure=cure)
     images = [image.convert(mode) for image in read_images("image", image, count, alpha=mode == "RGBA")]
     masks = [] if mask is None else read_images("mask", mask, count, grey=True)
     for i in range(len(masks)):

@@ -71,7 +71,7 @@ def _first_line(error: Exception) -> str:
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     """Compile a program and return its figures, the fields of ``canvax.planning.program.ProgramPlan``."""
     model = job.model
-    programs, specs = Programs(model, mesh), model.specs(job.quantize, streamed=job.streamed)
+    programs, specs = Programs(model, mesh, described=True), model.specs(job.quantize, streamed=job.streamed)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
     latents = model.latent_shape(job.batch, job.height, job.width)
     kind = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}.get(name, name)

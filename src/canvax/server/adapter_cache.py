@@ -240,8 +240,7 @@ class AdapterCache:
             CheckpointError, InputError: the file cannot be used.
         """
         (file, *_), config = find_adapter(Location(path), LORA_FILES)
-        specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
-        adapter = read_adapter(file, specs, config)
+        adapter = read_adapter(file, self._model.networks.adapted, config)
         if adapter.embeddings:
             words = ", ".join(repr(embedding.name) for embedding in adapter.embeddings)
             problem = f"{name!r:.100} contains textual inversions ({words:.200}), which a server does not load"
@@ -311,7 +310,7 @@ class AdapterCache:
 
 def _looked_at(model: Model, files: Iterable[Path]) -> tuple[set[int], str]:
     """Return the ranks of files and the layers that they change, from their headers; all layers without files."""
-    specs = {part: spec for part, spec in model.networks.specs().items() if part != "vae"}
+    specs = model.networks.adapted
     table, ranks, changed = module_table(specs), set[int](), set[Module]()
     for path in files:
         try:

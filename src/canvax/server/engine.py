@@ -706,10 +706,11 @@ class ImageEngine:
             group = self._models.build(key, image=image)
         except Exception as fault:
             log.exception("compiling failed")
-            message = str(fault) if isinstance(fault, CanvaxError) else "its programs cannot be compiled"
+            of_compiler = "server_error", "its programs cannot be compiled"
+            code, message = reason(fault) if isinstance(fault, CanvaxError) else of_compiler
             with self._wake:
                 for item in [item for item in self._queue if item.group == key and self._models.lacks(item)]:
-                    self._book.fail(item.job, "server_error", message)
+                    self._book.fail(item.job, code, message)
             return
         finally:
             self._building = None

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from canvax.errors import CanvaxError, InputError, is_out_of_memory
+from canvax.errors import CanvaxError, InputError, OutOfMemoryError, is_out_of_memory
 from canvax.server.jobs import Changed, Finished, Job, JobRequest, Rejected, Status, without_pixels
 from canvax.server.journal import Journal
 from canvax.server.logs import now
@@ -324,7 +324,8 @@ class JobStore:
 def reason(error: Exception) -> tuple[str, str]:
     """Return the code and the message of a job that an error ends."""
     if is_out_of_memory(error):
-        return "out_of_memory", "the devices have too little memory for this image; ask for a smaller one"
+        figures = f" ({str(error).partition(';')[0]})" if isinstance(error, OutOfMemoryError) else ""
+        return "out_of_memory", f"the devices have too little memory for this image{figures}; ask for a smaller one"
     if isinstance(error, CanvaxError):
         return "invalid_value" if isinstance(error, InputError) else "server_error", str(error)
     return "server_error", "the image could not be generated; the server's log says why"

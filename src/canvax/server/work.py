@@ -532,7 +532,7 @@ def sample(
     """Return an ordinary request at a size, with a prompt of so many chunks and so many reference images; ``shown``:
     with an image for every network."""
     concepts = model.concepts.names
-    prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
+    prompt = concepts[0] if concepts else "a"  # which fits the text of any model
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
     images = examples(model, width, height) if shown else {}
     if references:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from canvax.errors import InputError, conflict
 from canvax.families.base import Model
 from canvax.images.formats import written
-from canvax.params import Params, Spec
+from canvax.params import Params
 from canvax.settings import check_all
 from canvax.train import low_rank
 from canvax.train.kohya import facts_of_settings
@@ -177,14 +177,13 @@ class Lora(LoraRecord):
             return low_rank.new_lokr(chosen, self.rank, self.lokr, training.plan.seed)
         if self.start is None:
             return low_rank.new_factors(chosen, self.rank, training.plan.seed)
-        denoiser = model.networks.denoiser
-        specs = {denoiser.component: denoiser.spec, **model.text.specs}
+        specs = model.networks.adapted
         return low_rank.read_factors(self.start, specs, chosen, self.rank, scale=self.scale, dora=self.dora)
 
     def _targets(self, model: Model) -> low_rank.Targets:
-        networks = model.networks
-        specs: dict[str, Spec] = {networks.denoiser.component: networks.denoiser.spec}
-        specs |= model.text.specs if self.text else {}
+        specs = {
+            name: spec for name, spec in model.networks.adapted.items() if self.text or name not in model.text.names
+        }
         chosen = low_rank.targets(specs, self.layers, model.family.stacks)
         ranks = {name: int(rank) for name, _, rank in (text.rpartition("=") for text in self.ranks)}
         return low_rank.with_ranks(chosen, ranks, self.conv_rank)

@@ -18,6 +18,7 @@ import numpy as np
 
 from canvax.adapters import DECOMPOSED, NotLowRank, low_rank
 from canvax.errors import InputError, check_count, nearest, shown
+from canvax.models.text import FIRST
 from canvax.nn import GAIN, LOW_RANK, product
 from canvax.params import Axis, Param, Params, Spec, copied, flatten, halves_first, pairs_together
 from canvax.quantize import SCALE, quantize
@@ -38,7 +39,6 @@ LAYERS: Mapping[str, str] = {
 """The layers of the denoiser that have factors. In a text encoder: with "attention" its attention, otherwise also its
 feed-forward."""
 
-_DENOISERS = ("unet", "transformer")
 _IN_BLOCK = re.compile(r"\.\d+\.")
 _KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
@@ -497,12 +497,12 @@ def _named(
         yield f"{component}.{name}.lora_B.weight", pair["up"]
         if MAGNITUDE in pair:
             magnitude = pair[MAGNITUDE].swapaxes(0, 1)
-            end = "" if component in _DENOISERS else ".weight"  # transformers drops those without it
+            end = ".weight" if component.startswith(FIRST) else ""  # transformers drops those without it
             key = f"{component}.{name}.lora_magnitude_vector{end}"
             yield key, magnitude if magnitude.ndim == 4 else magnitude[0]
         return
-    prefix = "lora_te_" if component == "text_encoder" and components < 3 else _KOHYA[component]
-    module = prefix + name.replace(".", "_")
+    prefix = _KOHYA.get(component, f"lora_{component}_")
+    module = ("lora_te_" if component == FIRST and components < 3 else prefix) + name.replace(".", "_")
     if "lokr_w1" in pair:
         for role, array in pair.items():
             yield f"{module}.{role}", array
@@ -528,7 +528,7 @@ def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) ->
             settings[f"{component}.rank_pattern"] = others
             settings[f"{component}.alpha_pattern"] = {name: alpha * r / rank for name, r in others.items()}
         # For text encoders only the last part of the name: versions of transformers differ in the rest.
-        text = component not in _DENOISERS
+        text = component.startswith(FIRST)
         names = {name.rpartition(".")[2] if text else name for name in chosen[component]}
         settings[f"{component}.target_modules"] = sorted(names)
     return settings

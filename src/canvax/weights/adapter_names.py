@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from canvax.errors import slip
-from canvax.families.known import FAMILIES
+from canvax.families.base import Family
+from canvax.families.known import families
 from canvax.models.anima import ADAPTER
 from canvax.models.text import FIRST, SECOND
 from canvax.params import Param, Spec, flatten
@@ -96,8 +98,10 @@ _XLABS = re.compile(r"(.+\.processor\.(?:qkv|proj)_lora[12])\.(down|up)\.weight"
 _LONGEST_FIRST = sorted({**_SUFFIXES, **_UNKNOWN}, key=len, reverse=True)
 
 
-_TRANSFORMERS = Names(rule for family in FAMILIES for rule in family.names)
-"""Names of transformer layers in other programs, by name in the spec."""
+@cache
+def _transformers(families: tuple[Family, ...]) -> Names:
+    """Return the names of transformer layers in other programs, by name in the spec."""
+    return Names(rule for family in families for rule in family.names)
 
 
 class Module(NamedTuple):
@@ -166,16 +170,19 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
     """Return the modules of a model by flattened name, with every prefix that trainers use.
 
     Args:
-        specs: specs of the denoiser and the text encoders, by component.
+        specs: specs of the denoiser, then of the text encoders, by component. Components without names in other
+            programs have their own.
     """
     table: dict[str, Stack] = {}
+    denoiser = next((component for component in specs if component not in (*_TEXT, ADAPTER)), None)
     for component, spec in specs.items():
         names = modules(spec)
         has = set(names)
-        original = _TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
+        original = Names(unet_rules(names)) if component == "unet" else _transformers(families())
         is_single = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
-        prefixes = _ADAPTER if component == ADAPTER else _DENOISER
+        prefixes = _ADAPTER if component == ADAPTER else _DENOISER if component == denoiser else ()
         prefixes = (*_TEXT[component], *(_TEXT_ALONE if is_single else ())) if component in _TEXT else prefixes
+        prefixes += tuple(f"{start}{flat(component)}_" for start in ("", "lora_", "base_model_model_"))
         for name in names:
             known = _text_names(name) if component in _TEXT else _denoiser_names(name)
             others = [] if component in _TEXT else original.external(name)

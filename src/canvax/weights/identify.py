@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from canvax.errors import CheckpointError, InputError
 from canvax.families.base import Family, Shapes
 from canvax.families.flux import FLUX
-from canvax.families.known import AUTOENCODERS, FAMILIES, MODELS
+from canvax.families.known import AUTOENCODERS, MODELS, families
 from canvax.families.qwen_image_1 import QWEN_IMAGE_1, file_title
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
@@ -173,7 +173,7 @@ def bare_name(name: str) -> str:
 def transformer_family(names: Collection[str]) -> Family | None:
     """Return the family of the transformer in a file; None for other files."""
     plain = list(map(bare_name, names))
-    for family in FAMILIES:
+    for family in families():
         layout = family.single_file
         if layout and all(any(name.startswith(mark) for name in plain) for mark in layout.marks):
             return family

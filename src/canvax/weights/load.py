@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from canvax.errors import CheckpointError
@@ -24,7 +26,8 @@ from canvax.quantize import quantize, scale_of
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
-from canvax.weights.folder import Library
+from canvax.weights.files import ModelFiles, open_weights
+from canvax.weights.folder import Library, find_weights, library_of
 from canvax.weights.formats import LEFTOVER, accepted_shapes, flax_name, spellings
 from canvax.weights.safetensors import ArrayToSave
 
@@ -193,6 +196,26 @@ def stored_components(files: Files, components: Sequence[Component]) -> Params:
     """
     matches = _matched(files, components)
     return {name: unflatten({key: Stored(*pair) for key, pair in match.items()}) for name, match in matches.items()}
+
+
+def load_params(folder: str | Path, specs: Mapping[str, Spec]) -> Params:
+    """Load parameters that ``pipe.save`` wrote, as arrays of numpy in their stored dtypes.
+
+    Args:
+        folder: the folder, with a folder for each component.
+        specs: the declared parameters by component, as ``networks.specs()`` returns them.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or their arrays do not fit the specs; the error lists all.
+    """
+
+    def arrays(component: str) -> list[Entry]:
+        files = find_weights(Path(folder) / component, library_of(component), None)
+        return [entry for file in files for entry in open_weights(file)]
+
+    files = replace(ModelFiles.none(str(folder)), arrays=arrays)
+    parts = [Component(name, spec, library_of(name)) for name, spec in specs.items()]
+    return jax.tree.map(np.asarray, stored_components(files, parts))
 
 
 class Scratch(threading.local):

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,7 +21,6 @@ import numpy as np
 
 from canvax.adapters import KINDS, Part, Window, faults, kind_of, rank
 from canvax.errors import CheckpointError
-from canvax.models.anima import ADAPTER
 from canvax.models.text import FIRST
 from canvax.params import Param, Spec
 from canvax.types import HostArray
@@ -127,7 +126,7 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
 
     Args:
         path: a safetensors file.
-        specs: unquantised specs of the denoiser and the text encoders, by component.
+        specs: unquantised specs of the denoiser, then of the text encoders, by component.
         config: PEFT's ``adapter_config.json`` next to the file, if there is one.
 
     Raises:
@@ -141,7 +140,7 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
     expect(path, shapes, LORA, for_unet=has_unet)
     problems = _Faults()
     groups, windows = _grouped(entries, specs, problems)
-    declared, configs = parameters(specs), _configs(path, metadata, config)
+    declared, configs = parameters(specs), _configs(path, metadata, config, specs)
     parts: dict[Key, Part] = {}
     for module, roles in groups.items():
         for key, part in _parts(module, roles, declared, configs, problems, windows.get(module)):
@@ -304,11 +303,13 @@ def _read(entry: Entry, problems: _Faults) -> HostArray:
     return array
 
 
-def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+def _configs(
+    path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None, components: Iterable[str]
+) -> dict[str, Mapping[str, Any]]:
     """Return PEFT's settings of each component, from a file next to this one or from its header."""
     configs: dict[str, dict[str, Any]] = {}
     if config:
-        configs = {name: dict(config) for name in ("unet", "transformer", "text_encoder", "text_encoder_2", ADAPTER)}
+        configs = {name: dict(config) for name in components}
     elif text := metadata.get("lora_adapter_metadata"):
         try:
             for key, value in json.loads(text).items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError
-from canvax.families.known import FAMILIES, component_names, family_of
+from canvax.families.known import component_names, families, family_of
 from canvax.files import read_json
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
@@ -93,7 +93,7 @@ def open_files(
         files = open_transformer_file(name, path, given)
         if files is None and path.suffix.lower() == ".gguf":
             expect(name, {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}, TRANSFORMER)
-            titles = ", ".join(family.title for family in FAMILIES if family.single_file)
+            titles = ", ".join(family.title for family in families() if family.single_file)
             raise CheckpointError(f"{name}: is a GGUF file of none of {titles}; pass a safetensors file or a folder")
         files = files or open_single_file(name, path, prediction=prediction, vae="vae" not in given)
         if accept is not None:

@@ -271,11 +271,11 @@ def _factor(config: Mapping[str, Any]) -> int:
 
 
 def _fields(scheduler: Any) -> dict[str, Any]:
-    """Return scheduler fields from a table, a diffusers scheduler, its folder or its ``scheduler_config.json``."""
+    """Return scheduler fields from a table, a scheduler object, its folder or its ``scheduler_config.json``."""
     if scheduler is None:
         return {}
-    if hasattr(scheduler, "config") and hasattr(scheduler, "set_timesteps"):
-        return {"_class_name": type(scheduler).__name__, **dict(scheduler.config)}
+    if isinstance(config := getattr(scheduler, "config", None), Mapping):
+        return {"_class_name": type(scheduler).__name__, **config}
     if isinstance(scheduler, Mapping) and all(isinstance(name, str) for name in scheduler):
         return dict(scheduler)
     if isinstance(scheduler, str | os.PathLike):
