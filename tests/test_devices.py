@@ -7,6 +7,7 @@ import math
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,14 +320,15 @@ def test_program_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_layer_that_cannot_fit_is_refused_before_compiling(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A size whose largest layer fits once is compiled, with a warning; figures are known of any size."""
-    pipe, compiled = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1])), Lowered.compile
+    """The error waits for no other program. A layer that fits once is compiled with a warning; figures are of any size."""
+    pipe, compiled, ended = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1])), Lowered.compile, Event()
     call: dict[str, Any] = {"height": 192, "width": 128}
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1_000_000)
-    monkeypatch.setattr(Lowered, "compile", lambda *_: pytest.fail("it is compiled"))
+    monkeypatch.setattr(Lowered, "compile", lambda *_: ended.wait() and pytest.fail("it is compiled"))
     for ask in (lambda: draw(pipe, **call), lambda: pipe.compile(**call, progress=False)):
         with pytest.raises(canvax.OutOfMemoryError, match=r"1\.0 MB are free.*128 x 192"):
             ask()
+    ended.set()
     monkeypatch.setattr(Lowered, "compile", compiled)
     decoder = pipe.programs.wanted(pipe.params, pipe.model.networks.latent_shape(1, 192, 128))["decoder"]
     layer = memory.largest_layer_bytes(jax.make_jaxpr(decoder.function)(pipe.params["vae"], *decoder.inputs).jaxpr)

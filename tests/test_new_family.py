@@ -211,11 +211,13 @@ class Louder(DenoiserWrapper):
         return 2 * output, memory
 
 
-def test_another_denoiser_in_a_pipeline(pipe: canvax.Pipeline) -> None:
-    """DenoiserWrapper the one that is there, with its parameters; and with others."""
+def test_another_denoiser_in_a_pipeline(pipe: canvax.Pipeline, tmp_path: Path) -> None:
+    """A wrapper of its denoiser, which is not saved, and other parameters."""
     inner = pipe.model.networks.denoiser
     louder, doubled = pipe.with_denoiser(Louder(inner)), jax.tree.map(lambda leaf: 2 * leaf, pipe.params["mlp"]["out"])
     same = pipe.with_denoiser(inner, pipe.params["mlp"] | {"out": doubled})
+    with pytest.warns(canvax.HintWarning, match="Louder"):
+        louder.save(tmp_path / "out")
     before, after, by_params = (draw(each).latents for each in (pipe, louder, same))
     assert np.abs(before - after).max() > 0.1
     np.testing.assert_allclose(by_params, after, atol=1e-5)

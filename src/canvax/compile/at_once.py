@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextvars import copy_context
 from typing import Any
 
@@ -29,5 +29,6 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         # In a copy of the context, so that compilations count for the caller.
         target = copy_context().run
         threading.Thread(target=target, args=(one, call, result), name="canvax compile", daemon=True).start()
-    wait(made)
+    for result in wait(made, return_when=FIRST_EXCEPTION).done:
+        result.result()  # an error does not wait for the other programs
     return [result.result() for result in made]

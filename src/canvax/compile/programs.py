@@ -28,7 +28,7 @@ from canvax.compile.features import Features
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, Site
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import PROMPT, columns_of, memory_of, off
-from canvax.kernels.target import compile_or_fall_back, compiling_on, traced
+from canvax.kernels.target import compile_or_fall_back
 from canvax.models.beside import ADAPTERS
 from canvax.models.decode import decode_images, decode_packed
 from canvax.models.networks import Networks
@@ -138,8 +138,6 @@ class Programs:
         calls = {name: self._call(params, program) for name, program in wanted.items()}
         programs = {name: program for name, call in calls.items() if (program := self._held(call.key))}
         missing = [name for name in calls if name not in programs]
-        for name in missing:
-            self._check_memory(calls[name])
         made = at_once([partial(self._made, calls[name], announce) for name in missing])
         programs.update(zip(missing, made, strict=True))
         return {name: Compiled(call.program, programs[name]) for name, call in calls.items()}
@@ -252,7 +250,7 @@ class Programs:
         with building:
             program = self._held(call.key)
             if program is None:
-                compile = partial(self._compile, call.program.function, call.arguments)
+                compile = partial(self._compile, call)
                 program = load_or_compile(call.program.name, compile, self._entry(call), announce or _silent)
                 with self._lock:
                     self._compiled[call.key] = program
@@ -262,8 +260,8 @@ class Programs:
             self._building.pop(call.key, None)
         return program
 
-    def _check_memory(self, call: _Call) -> None:
-        """Refuse a program for large images that cannot fit, in a second, before the minutes of compiling.
+    def _check_memory(self, call: _Call, jaxpr: Any) -> None:
+        """Refuse a traced program for large images that cannot fit, before the minutes of compiling.
 
         Raises:
             OutOfMemoryError: a layer of it needs more memory than is free.
@@ -271,11 +269,6 @@ class Programs:
         (tall, wide), facts = self.networks.native_size, call.program.facts
         size = {name: facts[name] for name in ("batch", "height", "width") if "height" in facts}
         if self.described or self.stacked or math.prod(size.values()) < LARGE * tall * wide:
-            return
-        try:
-            with compiling_on(self.mesh):
-                jaxpr = traced(call.program.function, *call.arguments)
-        except RuntimeError:  # without cuDNN the program is another one, or compiling raises the same error
             return
         weights = call.arguments[0]
         quantized = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(weights))
@@ -302,15 +295,16 @@ class Programs:
         description = call.program.description(call.arguments[0])
         return find_entry(call.program.function, call.arguments, self.mesh, description, **decisive)
 
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, bool]:
+    def _compile(self, call: _Call) -> tuple[Any, bool]:
         """Return the compiled program, and whether it may be stored for other processes."""
+        function, arguments, check = call.program.function, call.arguments, partial(self._check_memory, call)
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
         if self.stacked:
             function = on_each_device(function, self.mesh, arguments)
         with precision:
             options: dict[str, Any] = {"split": not self.stacked, "out_shardings": over_batch(self.mesh)}
             streams = any(map(on_host, jax.tree.leaves(arguments)))
-            return compile_or_fall_back(self.mesh, function, *arguments, streams=streams, **options)
+            return compile_or_fall_back(self.mesh, function, *arguments, check=check, streams=streams, **options)
 
 
 def _silent(build: Build) -> None:

@@ -115,18 +115,28 @@ def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **opt
 
 
 def compile_or_fall_back(
-    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, streams: bool = False, **options: Any
+    mesh: Mesh,
+    function: Callable[..., Any],
+    *arguments: Any,
+    check: Callable[[Any], None] | None = None,
+    split: bool = True,
+    streams: bool = False,
+    **options: Any,
 ) -> tuple[Compiled, bool]:
     """Compile ``function`` for the devices of ``mesh``; also return whether no fallback was needed.
 
     If a GPU's cuDNN is missing or has no attention for the GPU, the program is compiled without cuDNN: slower, but it
     works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``options`` are
-    arguments of ``jax.jit``; with ``streams`` the program copies weights from the host's memory while it runs.
+    arguments of ``jax.jit``. ``check`` reads the jaxpr before it is compiled. With ``streams`` the program copies
+    weights from the host's memory while it runs.
     """
 
     def compiled(*, fused: bool) -> Compiled:
         with compiling_on(mesh, split=split, fused=fused):
-            lowered = jax.jit(function, **options).lower(*arguments)
+            program = jax.jit(function, **options).trace(*arguments)
+            if check is not None:
+                check(program.jaxpr.jaxpr)
+            lowered = program.lower()
             chosen = [OPTIONS, STREAMING] if streams else [OPTIONS]
             return lowered.compile({name: x for each in chosen for name, x in each.get(target_platform(), {}).items()})
 

@@ -27,6 +27,7 @@ from canvax.families.local_models import completed
 from canvax.families.read import read_model
 from canvax.files import named_path
 from canvax.guidance import rule_of
+from canvax.models.denoiser import DenoiserWrapper
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, check_weights, free_bytes, gigabytes, program_bytes, streams
@@ -197,6 +198,9 @@ class LoadedModel:
                     name for name, adapter in vars(self).get("adapters", {}).items() if adapter.place is not None
                 ]:
                     warn(f"adapters beside the weights are not in what is saved: {', '.join(beside)}", HintWarning)
+                if isinstance(denoiser := self.model.networks.denoiser, DenoiserWrapper):
+                    problem = "is code, which is not in what is saved; wrap the loaded denoiser again"
+                    warn(f"the wrapper {type(denoiser).__name__} of the denoiser {problem}", HintWarning)
                 self.model.save(
                     folder, params, dtype=None if dtype is None else parse_dtype(dtype), overwrite=overwrite
                 )
