@@ -7,7 +7,7 @@
 
 The models of ``PARTS`` are too large to compile whole. For a TPU their denoisers are compiled with few layers and with
 twice as many, and the figures of all layers are computed from both; their text encoders count at their bounds. For a
-GPU ``bounds`` compiles nothing: it counts the FLOPs of denoiser and decoder as written. ``lora`` compiles steps of
+GPU there are only ``bounds``, which compile nothing: they count the FLOPs of denoiser and decoder as written. ``lora`` compiles steps of
 training for an H100, for the memory in docs/training.md. All but ``bounds`` need ``pip install ".[tpu]"`` or
 ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU on two cores, half of one for a GPU; what
 the same code has compiled before is not compiled again.
@@ -87,6 +87,7 @@ CASES = [
     Case("z-image", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
     Case("flux1-dev", "tpu-v6e:1x1", 1, 1024, 28, 6.0, "torch_xla, 4 chips, an image on each", guided=False,
          quantize="int8"),
+    Case("flux1-dev", "tpu-v5e:1x1", 1, 1024, 28, guided=False, quantize="int8"),
     Case("anima", "tpu-v6e:1x1", 1, 1024, 30),
     Case("anima", "tpu-v5e:1x1", 1, 1024, 30, 21.0, "a fork of MaxDiffusion"),
     Case("qwen-image-2.1", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
@@ -133,11 +134,12 @@ def main() -> None:
             if arguments.only in f"{model} {quantize}":
                 print(lora(model, quantize), flush=True)
         return
-    platform, bounded = ("gpu", True) if arguments.platform == "bounds" else (arguments.platform, False)
+    bounded = arguments.platform == "bounds"
     cases = [
         case for case in CASES
-        if case.target.startswith(platform) and arguments.only in f"{case.model} {case.target} {case.batch}"
-        and (platform == "tpu" or (case.model in PARTS) == bounded)
+        if arguments.only in f"{case.model} {case.target} {case.batch}"
+        and (bounded or case.target.startswith(arguments.platform))
+        and (case.model in PARTS if bounded else case.target.startswith("tpu") or case.model not in PARTS)
     ]  # fmt: skip
     if bounded:
         print("\n".join(bounds(cases)))
@@ -164,6 +166,10 @@ def main() -> None:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for table in (whole(results), parts(results)):
         print("\n".join(table), end="\n\n")
+    for model in dict.fromkeys(case.model for case in cases if case.model in PARTS):
+        count = sum(layers(PRESETS[model]).values())
+        few, more = (count * times // PARTS[model] for times in (1, 2))
+        print(f"* {model}: computed from denoisers of {few} and {more} of {count} blocks")
 
 
 def bounds(cases: Iterable[Case]) -> list[str]:
@@ -188,11 +194,17 @@ def bounds(cases: Iterable[Case]) -> list[str]:
     return lines
 
 
-def shallow(networks: Networks, parts: int, times: int) -> Networks:
-    """The networks with ``times`` of ``parts`` equal parts of each kind of the denoiser's layers."""
+def layers(networks: Networks) -> dict[str, int]:
+    """The number of the denoiser's blocks of each kind, by the field of its config."""
     denoiser: Any = networks.denoiser
-    kinds = [name for name in ("num_layers", "num_single_layers") if hasattr(denoiser.cfg, name)]
-    cfg = replace(denoiser.cfg, **{name: getattr(denoiser.cfg, name) * times // parts for name in kinds})
+    kinds = ("num_layers", "num_single_layers")
+    return {name: getattr(denoiser.cfg, name) for name in kinds if hasattr(denoiser.cfg, name)}
+
+
+def shallow(networks: Networks, parts: int, times: int) -> Networks:
+    """The networks with ``times`` of ``parts`` equal parts of each kind of the denoiser's blocks."""
+    denoiser: Any = networks.denoiser
+    cfg = replace(denoiser.cfg, **{name: count * times // parts for name, count in layers(networks).items()})
     return replace(networks, denoiser=replace(denoiser, cfg=cfg))
 
 
@@ -214,6 +226,10 @@ def extrapolated(case: Case) -> Plan:
     )
     numbers = [name for name, value in one.items() if isinstance(value, int | float) and not isinstance(value, bool)]
     found = {"denoise": {name: one[name] + (parts - 1) * (two[name] - one[name]) for name in numbers}}
+    found["denoise"]["collectives_in_loop"] = {
+        name: count + (parts - 1) * (two["collectives_in_loop"][name] - count)
+        for name, count in one["collectives_in_loop"].items()
+    }
     found["decode"] = compiled(job, names=["decode"])["decode"]
     alone = make_mesh(jax.devices()[:1])
     params = {name: abstract_params(spec, "bfloat16", alone) for name, spec in networks.specs().items()}
@@ -295,16 +311,21 @@ def whole(results: Sequence[dict[str, Any]]) -> list[str]:
         images = f"{one['batch']} of {one['width']} x {one['height']}, {one['steps']} steps"
         fitting = [mode for mode in one["modes"] if mode["fits"] and mode["quantize"] == one["quantize"]]
         if not fitting:
-            lines.append(f"| {one['model']} | {one['target']} | {images} | do not fit | | | | |")
+            lines.append(f"| {marked(one)} | {one['target']} | {images} | do not fit | | | | |")
             continue
         mode = min(fitting, key=lambda mode: mode["seconds"])
         compiled = all(program["seconds"] is not None for program in one["programs"])
         lines.append(
-            f"| {one['model']} | {one['target']} | {images} | {mode['quantize'] or one['dtype']}, {mode['place']} "
+            f"| {marked(one)} | {one['target']} | {images} | {mode['quantize'] or one['dtype']}, {mode['place']} "
             f"| {mode['bytes'] / GIB:.1f} of {one['device']['usable_bytes'] / GIB:.2f} | {one['bound_seconds']:.2f} "
             f"| {seconds(mode['seconds'] if compiled else None)} | {seconds(one['published_seconds'])} |"
         )
     return lines
+
+
+def marked(plan: dict[str, Any]) -> str:
+    """The model, with a star if its denoiser was computed from two depths."""
+    return plan["model"] + "*" * (plan["model"] in PARTS)
 
 
 def seconds(amount: float | None) -> str:
@@ -314,17 +335,23 @@ def seconds(amount: float | None) -> str:
 
 def parts(results: Sequence[dict[str, Any]]) -> list[str]:
     """A row for each program of each plan, on one device."""
-    last = "estimate ms" if any(one["estimated_seconds"] for one in results) else "kernels"
+    priced = all(one["estimated_seconds"] for one in results)
+    last = "before ms | estimate ms | of the peak" if priced else "kernels"
     lines = [
-        f"| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB | bound ms | {last} | collectives |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| model, chips, images | program | TFLOP | GB moved | temporaries GiB | bound ms | {last} | collectives |",
+        "|---|---|---|---|---|---|---|" + "---|" * (1 + last.count("|")),
     ]
     for one in results:
         for program in one["programs"]:
-            kinds = ", ".join(f"{count} {name}" for name, count in program["collectives"].items()) or "none"
-            figure = program["kernels"] if last == "kernels" else f"{program['seconds'] * 1e3:.1f}"
+            inside = program["collectives_in_loop"] or program["collectives"]
+            kinds = ", ".join(f"{count} {name}" for name, count in inside.items()) or "none"
+            figure = program["kernels"]
+            if priced:
+                share = program["flops"] / program["seconds"] / one["device"]["peak_flops_per_second"]
+                times = f"{program['setup_seconds'] * 1e3:.1f} | {program['seconds'] * 1e3:.1f}"
+                figure = f"{times} | {share:.0%}"
             lines.append(
-                f"| {one['model']}, {one['target']}, {one['batch']} | {program['name']} "
+                f"| {marked(one)}, {one['target']}, {one['batch']} | {program['name']} "
                 f"| {program['flops'] / 1e12:.2f} | {program['hbm_bytes'] / 1e9:.1f} "
                 f"| {program['temporary_bytes'] / GIB:.2f} | {program['bound_seconds'] * 1e3:.1f} | {figure} "
                 f"| {kinds} |"
