@@ -7,10 +7,10 @@
 
 The models of ``PARTS`` are too large to compile whole. For a TPU their denoisers are compiled with few layers and with
 twice as many, and the figures of all layers are computed from both; their text encoders count at their bounds. For a
-GPU there are only ``bounds``, which compile nothing: they count the FLOPs of denoiser and decoder as written. ``lora`` compiles steps of
-training for an H100, for the memory in docs/training.md. All but ``bounds`` need ``pip install ".[tpu]"`` or
-``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU on two cores, half of one for a GPU; what
-the same code has compiled before is not compiled again.
+GPU there are only ``bounds``, which compile nothing: they count the FLOPs of denoiser and decoder as written. ``lora``
+compiles steps of training for an H100, for the memory in docs/training.md. All but ``bounds`` need
+``pip install ".[tpu]"`` or ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU on two cores,
+half of one for a GPU; what the same code has compiled before is not compiled again.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def bounds(cases: Iterable[Case]) -> list[str]:
         step = evaluation_flops(Programs(networks, mesh), params, latents, guided=case.guided)
         shape = jax.ShapeDtypeStruct(latents, jnp.float32)
         decoding = count_flops(partial(decode_images, cfg=networks.vae), params["vae"], shape) / chip.flops
-        component, one = networks.denoiser.component, {"data": 1, "model": 1}
-        weights = device_bytes(networks.specs(case.quantize)[component], jnp.dtype("bfloat16"), one)
-        least = max(step / chip.flops, weights / chip.bandwidth)
+        component, axes = networks.denoiser.component, {"data": 1, "model": case.split}
+        weights = device_bytes(networks.specs(case.quantize)[component], jnp.dtype("bfloat16"), axes)
+        least = max(step / chip.flops / case.split, weights / chip.bandwidth)
         lines.append(
             f"| {case.model} | {case.target} | {case.quantize or 'bfloat16'} | {case.steps} | {step / 1e12:.1f} "
             f"| {least * 1e3:.0f} | {decoding * 1e3:.1f} | {case.steps * least + decoding:.2f} "
