@@ -108,7 +108,7 @@ CASES = [
     Case("anima", "gpu-h200", 1, 1024, 30),
     Case("anima", "gpu-rtx4090", 1, 1024, 30),
 ]  # fmt: skip
-PARTS = {"flux1-dev": 19, "anima": 14, "qwen-image-2.1": 16, "qwen-image": 30}
+PARTS = {"flux1-dev": 19, "anima": 14, "qwen-image-2.1": 32, "qwen-image": 60}
 """How many of the first depth are the whole network, of models that are computed from two depths."""
 
 LORAS = [
