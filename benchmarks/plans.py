@@ -3,14 +3,14 @@
     python benchmarks/plans.py tpu [--only v5e] [--output plans.json]
     python benchmarks/plans.py gpu
     JAX_PLATFORMS=cpu python benchmarks/plans.py bounds
-    JAX_PLATFORMS=cpu python benchmarks/plans.py depths
     JAX_PLATFORMS=cpu python benchmarks/plans.py lora
 
-``bounds`` compiles nothing: it counts the FLOPs of the denoiser and the decoder as written. ``depths`` compiles a
-denoiser of a few layers and one of twice as many, and computes the figures of all layers from both; the text encoder
-counts at its bound. ``lora`` compiles steps of training for an H100, for the memory in docs/training.md. All but
-``bounds`` need ``pip install ".[tpu]"`` or ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU
-on two cores, half of one for a GPU; what the same code has compiled before is not compiled again.
+The models of ``PARTS`` are too large to compile whole. For a TPU their denoisers are compiled with few layers and with
+twice as many, and the figures of all layers are computed from both; their text encoders count at their bounds. For a
+GPU there are only ``bounds``, which compile nothing: they count the FLOPs of denoiser and decoder as written. ``lora``
+compiles steps of training for an H100, for the memory in docs/training.md. All but ``bounds`` need
+``pip install ".[tpu]"`` or ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU on two cores,
+half of one for a GPU; what the same code has compiled before is not compiled again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from canvax.planning.compiling import compile_programs
 from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.planning.job import Job
 from canvax.planning.modes import modes
-from canvax.planning.plan import compiler_version
+from canvax.planning.plan import Plan, compiler_version
 from canvax.planning.program import ProgramPlan
 from canvax.planning.targets import parse_target
 from canvax.samplers import from_scheduler_config
@@ -54,7 +54,7 @@ from canvax.train.diffusion import denoising_loss
 
 
 class Case(NamedTuple):
-    """What is planned, and the seconds for the batch that ``source`` published."""
+    """What is planned, and the seconds for the batch that ``source`` published; ``split`` chips share the weights."""
 
     model: str
     target: str
@@ -65,12 +65,13 @@ class Case(NamedTuple):
     source: str = ""
     guided: bool = True
     quantize: str | None = None
+    split: int = 1
 
 
 BLOG = "diffusers Flax, SDXL on TPU v5e, 2023"
 GUIDE = "diffusers Flax, Stable Diffusion guide, 2022"
 MAXDIFFUSION = "MaxDiffusion, 8 chips, an image on each"
-TPU = [
+CASES = [
     Case("sd14", "tpu-v2:2x2", 8, 512, 50, 7.0, GUIDE),
     Case("sdxl", "tpu-v5e:2x2", 4, 1024, 20, 2.33, BLOG),
     Case("sdxl", "tpu-v5e:2x4", 8, 1024, 20),
@@ -84,39 +85,31 @@ TPU = [
     Case("krea-2", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
     Case("flux2-klein-4b", "tpu-v5e:1x1", 1, 1024, 4, guided=False, quantize="int8"),
     Case("z-image", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
-    Case("flux1-dev", "tpu-v6e:1x1", 1, 1024, 28, guided=False, quantize="int8"),
-    Case("anima", "tpu-v6e:1x1", 1, 1024, 30),
-]
-BOUNDS = [
-    Case("flux1-dev", "gpu-h200", 1, 1024, 28, 3.50, "SGLang", guided=False),
-    Case("flux1-dev", "gpu-h100", 1, 1024, 28, 4.30, "xDiT", guided=False),
-    Case("flux1-dev", "gpu-rtx4090", 1, 1024, 28, guided=False, quantize="int8"),
     Case("flux1-dev", "tpu-v6e:1x1", 1, 1024, 28, 6.0, "torch_xla, 4 chips, an image on each", guided=False,
          quantize="int8"),
     Case("flux1-dev", "tpu-v5e:1x1", 1, 1024, 28, guided=False, quantize="int8"),
-    Case("anima", "gpu-h200", 1, 1024, 30),
-    Case("anima", "gpu-rtx4090", 1, 1024, 30),
     Case("anima", "tpu-v6e:1x1", 1, 1024, 30),
     Case("anima", "tpu-v5e:1x1", 1, 1024, 30, 21.0, "a fork of MaxDiffusion"),
-]  # fmt: skip
-GPU = [
+    Case("qwen-image-2.1", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("qwen-image-2.1", "tpu-v6e:1x1", 1, 1024, 40, guided=False, quantize="int8"),
+    Case("qwen-image-2.1", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("qwen-image-2.1", "tpu-v5e:1x1", 1, 1024, 40, guided=False, quantize="int8"),
+    Case("qwen-image", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("qwen-image", "tpu-v6e:1x1", 1, 1024, 50, quantize="int8"),
+    Case("qwen-image", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("qwen-image", "tpu-v6e:2x2", 1, 1024, 50, split=4),
     *(Case("sd15", f"gpu-{name}", 1, 512, 50) for name in ("l4", "rtx4090", "a100-40gb", "h100")),
     *(Case("sdxl", f"gpu-{name}", 1, 1024, 30) for name in ("l4", "rtx4090", "a100-40gb", "h100")),
     *(Case("sdxl", f"gpu-{name}", 8, 1024, 20) for name in ("l4", "a100-40gb", "h200")),
     Case("sdxl", "gpu-h100:8", 8, 1024, 30),
-]
-DEPTHS = [
-    Case("flux1-dev", "tpu-v6e:1x1", 1, 1024, 28, 6.0, "torch_xla, 4 chips, an image on each", guided=False,
-         quantize="int8"),
-    Case("anima", "tpu-v6e:1x1", 1, 1024, 30),
-    Case("qwen-image-2.1", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
-    Case("qwen-image", "tpu-v6e:1x1", 1, 1024, 50, quantize="int8"),
-    Case("anima", "tpu-v5e:1x1", 1, 1024, 30, 21.0, "a fork of MaxDiffusion"),
-    Case("qwen-image-2.1", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
-    Case("qwen-image", "tpu-v5e:1x1", 1, 1024, 50, quantize="int8"),
+    Case("flux1-dev", "gpu-h200", 1, 1024, 28, 3.50, "SGLang", guided=False),
+    Case("flux1-dev", "gpu-h100", 1, 1024, 28, 4.30, "xDiT", guided=False),
+    Case("flux1-dev", "gpu-rtx4090", 1, 1024, 28, guided=False, quantize="int8"),
+    Case("anima", "gpu-h200", 1, 1024, 30),
+    Case("anima", "gpu-rtx4090", 1, 1024, 30),
 ]  # fmt: skip
-PARTS = {"flux1-dev": 19, "anima": 14, "qwen-image-2.1": 16, "qwen-image": 30}
-"""How many of the first depth of ``depths`` are the whole network."""
+PARTS = {"flux1-dev": 19, "anima": 14, "qwen-image-2.1": 32, "qwen-image": 60}
+"""How many of the first depth are the whole network, of models that are computed from two depths."""
 
 LORAS = [
     ("sdxl", None), ("sdxl", "int8"), ("flux2-klein-4b", "int8"), ("flux2-klein-4b", None), ("z-image", "int8"),
@@ -131,29 +124,29 @@ GIB = 2**30
 def main() -> None:
     """Plan each case, writing the results as they come; the tables go to stdout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("platform", choices=["tpu", "gpu", "bounds", "depths", "lora"])
+    parser.add_argument("platform", choices=["tpu", "gpu", "bounds", "lora"])
     parser.add_argument("--only", default="", help="cases whose model, target and batch contain this")
     parser.add_argument("--output", type=Path, help="also write everything as JSON")
     arguments = parser.parse_args()
-    if arguments.platform == "bounds":
-        print("\n".join(bounds(case for case in BOUNDS if arguments.only in f"{case.model} {case.target}")))
-        return
-    if arguments.platform == "depths":
-        for case in DEPTHS:
-            if arguments.only in f"{case.model} {case.target}":
-                print("\n".join(depths(case)), end="\n\n", flush=True)
-        return
     if arguments.platform == "lora":
         print("| model | weights | arguments GB | temporary GB | together GB |\n|---|---|---|---|---|")
         for model, quantize in LORAS:
             if arguments.only in f"{model} {quantize}":
                 print(lora(model, quantize), flush=True)
         return
+    bounded = arguments.platform == "bounds"
+    cases = [
+        case for case in CASES
+        if arguments.only in f"{case.model} {case.target} {case.batch}"
+        and (bounded or case.target.startswith(arguments.platform))
+        and (case.model in PARTS if bounded else case.target.startswith("tpu") or case.model not in PARTS)
+    ]  # fmt: skip
+    if bounded:
+        print("\n".join(bounds(cases)))
+        return
     results = []
-    for case in TPU if arguments.platform == "tpu" else GPU:
-        if arguments.only not in f"{case.model} {case.target} {case.batch}":
-            continue
-        plan = canvax.plan(
+    for case in cases:
+        plan = extrapolated(case) if case.model in PARTS else canvax.plan(
             case.model,
             case.target,
             batch=case.batch,
@@ -162,16 +155,21 @@ def main() -> None:
             steps=case.steps,
             guided=case.guided,
             quantize=case.quantize,
+            mesh={"model": case.split},
             announce=progress,
-        )
+        )  # fmt: skip
         for program in plan.programs:
-            if program.collectives_in_loop:
+            if program.collectives_in_loop and case.split == 1:
                 raise SystemExit(f"{case.model} on {case.target}: {program.collectives_in_loop} in the loop over steps")
         results.append({**plan.to_dict(), "published_seconds": case.published, "published_by": case.source})
         if arguments.output:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for table in (whole(results), parts(results)):
         print("\n".join(table), end="\n\n")
+    for model in dict.fromkeys(case.model for case in cases if case.model in PARTS):
+        count = sum(layers(PRESETS[model]).values())
+        few, more = (count * times // PARTS[model] for times in (1, 2))
+        print(f"* {model}: computed from denoisers of {few} and {more} of {count} blocks")
 
 
 def bounds(cases: Iterable[Case]) -> list[str]:
@@ -185,9 +183,9 @@ def bounds(cases: Iterable[Case]) -> list[str]:
         step = evaluation_flops(Programs(networks, mesh), params, latents, guided=case.guided)
         shape = jax.ShapeDtypeStruct(latents, jnp.float32)
         decoding = count_flops(partial(decode_images, cfg=networks.vae), params["vae"], shape) / chip.flops
-        component, one = networks.denoiser.component, {"data": 1, "model": 1}
-        weights = device_bytes(networks.specs(case.quantize)[component], jnp.dtype("bfloat16"), one)
-        least = max(step / chip.flops, weights / chip.bandwidth)
+        component, axes = networks.denoiser.component, {"data": 1, "model": case.split}
+        weights = device_bytes(networks.specs(case.quantize)[component], jnp.dtype("bfloat16"), axes)
+        least = max(step / chip.flops / case.split, weights / chip.bandwidth)
         lines.append(
             f"| {case.model} | {case.target} | {case.quantize or 'bfloat16'} | {case.steps} | {step / 1e12:.1f} "
             f"| {least * 1e3:.0f} | {decoding * 1e3:.1f} | {case.steps * least + decoding:.2f} "
@@ -196,36 +194,48 @@ def bounds(cases: Iterable[Case]) -> list[str]:
     return lines
 
 
-def shallow(networks: Networks, parts: int, times: int) -> Networks:
-    """The networks with ``times`` of ``parts`` equal parts of each kind of the denoiser's layers."""
+def layers(networks: Networks) -> dict[str, int]:
+    """The number of the denoiser's blocks of each kind, by the field of its config."""
     denoiser: Any = networks.denoiser
-    kinds = [name for name in ("num_layers", "num_single_layers") if hasattr(denoiser.cfg, name)]
-    cfg = replace(denoiser.cfg, **{name: getattr(denoiser.cfg, name) * times // parts for name in kinds})
+    kinds = ("num_layers", "num_single_layers")
+    return {name: getattr(denoiser.cfg, name) for name in kinds if hasattr(denoiser.cfg, name)}
+
+
+def shallow(networks: Networks, parts: int, times: int) -> Networks:
+    """The networks with ``times`` of ``parts`` equal parts of each kind of the denoiser's blocks."""
+    denoiser: Any = networks.denoiser
+    cfg = replace(denoiser.cfg, **{name: count * times // parts for name, count in layers(networks).items()})
     return replace(networks, denoiser=replace(denoiser, cfg=cfg))
 
 
-def depths(case: Case) -> list[str]:
-    """A table of the programs, and of the places of the weights, from denoisers of two depths."""
+def extrapolated(case: Case) -> Plan:
+    """The plan of a case, with the denoiser computed from two depths and the text encoder at its bound."""
     networks, target, parts = PRESETS[case.model], parse_target(case.target), PARTS[case.model]
-    job = Job(networks, str(target), (1, 1), case.batch, case.side, case.side, case.guided, "bfloat16", case.quantize)
+    mesh, axes = (1, case.split), {"data": 1, "model": case.split}
+    job = Job(networks, str(target), mesh, case.batch, case.side, case.side, case.guided, "bfloat16", case.quantize)
     versions = {"canvax": canvax.__version__, "jax": jax.__version__, **compiler_version(target)}
     compiled = partial(compile_programs, versions=versions, reuse=True, announce=progress)
-    specs, axes = networks.specs(case.quantize), {"data": 1, "model": 1}
-    weights = {name: device_bytes(spec, jnp.dtype("bfloat16"), axes) for name, spec in specs.items()}
-    streamed = sum(weights.values()) > target.chip.usable
+    weights, small = (
+        {name: device_bytes(spec, jnp.dtype("bfloat16"), axes) for name, spec in networks.specs(kind).items()}
+        for kind in (case.quantize, "int8")
+    )
+    streamed = weights[networks.denoiser.component] > target.chip.usable
     one, two = (
         compiled(replace(job, model=shallow(networks, parts, times), streamed=streamed), names=["denoise"])["denoise"]
         for times in (1, 2)
     )
     numbers = [name for name, value in one.items() if isinstance(value, int | float) and not isinstance(value, bool)]
     found = {"denoise": {name: one[name] + (parts - 1) * (two[name] - one[name]) for name in numbers}}
-    progress(f"{case.model} on {target}: {found['denoise']}", 0.0)
+    found["denoise"]["collectives_in_loop"] = {
+        name: count + (parts - 1) * (two["collectives_in_loop"][name] - count)
+        for name, count in one["collectives_in_loop"].items()
+    }
     found["decode"] = compiled(job, names=["decode"])["decode"]
-    mesh = make_mesh(jax.devices()[:1])
-    params = {name: abstract_params(spec, "bfloat16", mesh) for name, spec in networks.specs().items()}
+    alone = make_mesh(jax.devices()[:1])
+    params = {name: abstract_params(spec, "bfloat16", alone) for name, spec in networks.specs().items()}
     latents = networks.latent_shape(case.batch, case.side, case.side)
-    encode = Programs(networks, mesh).wanted(params, latents, Kinds())["text encoder"]
-    flops = count_flops(partial(encode_text, cfg=networks.text), params, *encode.inputs)
+    encode = Programs(networks, alone).wanted(params, latents, Kinds())["text encoder"]
+    flops = count_flops(partial(encode_text, cfg=networks.text), params, *encode.inputs) / case.split
     size = sum(weights[name] for name in networks.text.names)
     least = max(flops / target.chip.flops, size / target.chip.bandwidth)
     found["encode"] = {
@@ -236,25 +246,11 @@ def depths(case: Case) -> list[str]:
         "seconds": least,
     }
     runs = {"encode": 2 if case.guided else 1, "denoise": case.steps, "decode": 1}
-    programs = [ProgramPlan(name, runs[name], **found[name]) for name in runs]
+    programs = tuple(ProgramPlan(name, runs[name], **found[name]) for name in runs)
     held: dict[str, Any] = {"streamed": ["denoise"] * streamed, "quantize": case.quantize, "dtype": "bfloat16"}
-    estimate = sum(program.evaluations * (program.seconds or 0) + program.setup_seconds for program in programs)
-    bound = sum(program.evaluations * program.bound_seconds(target.chip) for program in programs)
-    lines = [f"{case.model} on {target}, {case.steps} steps: bound {bound:.2f} s, estimate {estimate:.2f} s"
-             + (f", published {case.published:.2f} s" if case.published else "")]  # fmt: skip
-    for program in programs:
-        lines.append(
-            f"| {program.name} | {program.evaluations} | {program.flops / 1e12:.2f} TFLOP "
-            f"| {program.hbm_bytes / 1e9:.1f} GB | {program.temporary_bytes / GIB:.2f} GiB "
-            f"| bound {program.bound_seconds(target.chip) * 1e3:.1f} | estimate {(program.seconds or 0) * 1e3:.1f} ms "
-            f"| before {program.setup_seconds * 1e3:.1f} ms |"
-        )
-    for mode in modes(networks, programs, target.chip, axes=axes, **held):
-        lines.append(
-            f"| {mode.place} | {mode.quantize or 'bfloat16'} | {mode.bytes / GIB:.1f} GiB "
-            f"| {'fits' if mode.fits else 'no'} | {mode.seconds:.2f} s |"
-        )
-    return lines
+    settings = (case.model, target, axes, case.batch, case.side, case.side, case.steps, case.guided, "bfloat16")
+    ways = modes(networks, programs, target.chip, axes=axes, **held)
+    return Plan(*settings, case.quantize, weights, sum(small.values()), programs, versions, modes=ways)
 
 
 def lora(model: str, quantize: str | None) -> str:
@@ -306,23 +302,30 @@ def progress(what: str, seconds: float | None) -> None:
 
 
 def whole(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A row for each plan: memory and the time of a batch beside what was published."""
+    """A row for each plan: its fastest place of the weights that fits, and the time beside what was published."""
     lines = [
-        "| model | chips | pictures | GiB of each | fits | bound s | estimate s | published s |",
+        "| model | chips | images | weights | GiB of each | bound s | estimate s | published s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
-        pictures = f"{one['batch']} of {one['width']} x {one['height']}, {one['steps']} steps"
-        if one["memory"] is None:
-            lines.append(f"| {one['model']} | {one['target']} | {pictures} | | no | | | |")
+        images = f"{one['batch']} of {one['width']} x {one['height']}, {one['steps']} steps"
+        fitting = [mode for mode in one["modes"] if mode["fits"] and mode["quantize"] == one["quantize"]]
+        if not fitting:
+            lines.append(f"| {marked(one)} | {one['target']} | {images} | do not fit | | | | |")
             continue
-        memory = f"{one['memory']['peak_bytes'] / GIB:.1f} of {one['device']['usable_bytes'] / GIB:.2f}"
+        mode = min(fitting, key=lambda mode: mode["seconds"])
+        compiled = all(program["seconds"] is not None for program in one["programs"])
         lines.append(
-            f"| {one['model']} | {one['target']} | {pictures} | {memory} | {'yes' if one['fits'] else 'no'} "
-            f"| {one['bound_seconds']:.2f} | {seconds(one['estimated_seconds'])} "
-            f"| {seconds(one['published_seconds'])} |"
+            f"| {marked(one)} | {one['target']} | {images} | {mode['quantize'] or one['dtype']}, {mode['place']} "
+            f"| {mode['bytes'] / GIB:.1f} of {one['device']['usable_bytes'] / GIB:.2f} | {one['bound_seconds']:.2f} "
+            f"| {seconds(mode['seconds'] if compiled else None)} | {seconds(one['published_seconds'])} |"
         )
     return lines
+
+
+def marked(plan: dict[str, Any]) -> str:
+    """The model, with a star if its denoiser was computed from two depths."""
+    return plan["model"] + "*" * (plan["model"] in PARTS)
 
 
 def seconds(amount: float | None) -> str:
@@ -332,17 +335,23 @@ def seconds(amount: float | None) -> str:
 
 def parts(results: Sequence[dict[str, Any]]) -> list[str]:
     """A row for each program of each plan, on one device."""
-    last = "estimate ms" if any(one["estimated_seconds"] for one in results) else "kernels"
+    priced = all(one["estimated_seconds"] for one in results)
+    last = "before ms | estimate ms | of the peak" if priced else "kernels"
     lines = [
-        f"| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB | bound ms | {last} | collectives |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| model, chips, images | program | TFLOP | GB moved | temporaries GiB | bound ms | {last} | collectives |",
+        "|---|---|---|---|---|---|---|" + "---|" * (1 + last.count("|")),
     ]
     for one in results:
         for program in one["programs"]:
-            kinds = ", ".join(f"{count} {name}" for name, count in program["collectives"].items()) or "none"
-            figure = program["kernels"] if last == "kernels" else f"{program['seconds'] * 1e3:.1f}"
+            inside = program["collectives_in_loop"] or program["collectives"]
+            kinds = ", ".join(f"{count} {name}" for name, count in inside.items()) or "none"
+            figure = program["kernels"]
+            if priced:
+                share = program["flops"] / program["seconds"] / one["device"]["peak_flops_per_second"]
+                times = f"{program['setup_seconds'] * 1e3:.1f} | {program['seconds'] * 1e3:.1f}"
+                figure = f"{times} | {share:.0%}"
             lines.append(
-                f"| {one['model']}, {one['target']}, {one['batch']} | {program['name']} "
+                f"| {marked(one)}, {one['target']}, {one['batch']} | {program['name']} "
                 f"| {program['flops'] / 1e12:.2f} | {program['hbm_bytes'] / 1e9:.1f} "
                 f"| {program['temporary_bytes'] / GIB:.2f} | {program['bound_seconds'] * 1e3:.1f} | {figure} "
                 f"| {kinds} |"

@@ -19,8 +19,10 @@ from canvax.kernels.attention import attention, plain_attention
 from canvax.kernels.matmul import matmul
 from canvax.kernels.outline import by_rows, outlined, recomputed
 from canvax.kernels.target import compiled_on, compiling_for, target_platform, traced
+from canvax.models.wan_vae import resnet
 from canvax.nn import conv2d, conv2d_of_doubled, group_norm
 from canvax.parallel.mesh import make_mesh, over_batch
+from canvax.params import Params
 from tests.support.drawing import one_device
 from tests.support.random_numbers import rng
 
@@ -478,6 +480,28 @@ def test_where_convolutions_are_by_taps(kind: str, pictures: int, taps: bool) ->
     with compiling_for("tpu", None, kind):
         text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(weight, x).as_text()
     assert ("stablehlo.convolution" not in text) == taps
+
+
+@pytest.mark.parametrize(("height", "strip"), [(48, 16 + 4), (37, 13 + 4)], ids=["even", "uneven"])
+def test_an_image_strip_by_strip(height: int, strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A residual block has the same numbers and gradients as at once, also at the borders, on two devices."""
+    monkeypatch.setattr(tpu, "STRIP_BYTES", 22 * 4 * 6 * 16 * 2)  # 18 rows and two on each side, of two images
+    mesh = make_mesh(jax.devices()[:2])
+    p = {name: {"gamma": normal(width)} if "norm" in name else {"weight": normal(3, 3, width, 16), "bias": normal(16)}
+         for name, width in (("norm1", 8), ("conv1", 8), ("norm2", 16), ("conv2", 16))}  # fmt: skip
+    p["conv_shortcut"] = {"weight": normal(8, 16), "bias": normal(16)}
+    x = jax.device_put(normal(4, height, 6, 8), over_batch(mesh))
+
+    def block(p: Params, x: jax.Array) -> tuple[jax.Array, Params]:
+        y, pull = jax.vjp(resnet, p, x)
+        return y, pull(jnp.cos(y))
+
+    wanted = jax.jit(block)(p, x)
+    with compiling_for("tpu", mesh, "TPU v5 lite"):
+        lowered = jax.jit(lambda *given: block(*given)).lower(p, x)
+    assert f"tensor<4x{strip}x6x8xf32>" in lowered.as_text()
+    for got, want in zip(jax.tree.leaves(lowered.compile()(p, x)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, atol=ROUNDING * float(jnp.abs(want).max()))
 
 
 def some_rows(p: dict[str, jax.Array], x: jax.Array, k: jax.Array) -> jax.Array:

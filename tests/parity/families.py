@@ -1020,6 +1020,26 @@ def qwen_original(found: Arrays) -> Arrays:
     return found
 
 
+def qwen_vae_original(found: Arrays) -> Arrays:
+    """The autoencoder as ComfyUI stores it: as of videos, with the layers of a level numbered."""
+    layers = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6",
+              "conv_shortcut": "shortcut"}  # fmt: skip
+    ends = {"conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2", "mid_block.attentions.0": "middle.1",
+            "mid_block.resnets.0": "middle.0", "mid_block.resnets.1": "middle.2", "post_quant_conv": "conv2",
+            "quant_conv": "conv1"}  # fmt: skip
+    named = {}
+    for name, array in found.items():
+        way = "down" if name.startswith("encoder") else "up"
+        size = max(int(i) for i in re.findall(rf"{way}_blocks\.0\.resnets\.(\d+)", " ".join(found))) + 1
+        name = re.sub(rf"{way}_blocks\.(\d+)\.resnets", rf"{way}samples.\1.{way}samples", name)
+        name = re.sub(rf"{way}_blocks\.(\d+)\.{way}sampler", rf"{way}samples.\1.{way}samples.{size}", name)
+        for old, new in (layers | ends).items():
+            name = re.sub(rf"(^|\.){re.escape(old)}(?=\.)", rf"\g<1>{new}", name)
+        is_video = array.ndim == 4 and not re.search(r"gamma|resample|middle\.1", name)
+        named[name] = array[:, :, None] if is_video else array
+    return named
+
+
 def _qwen_authors(factors: Factors) -> Factors:
     factors = dict(factors)
     both = [factors.pop(f"transformer_blocks.0.img_mlp.{name}") for name in ("gate_layer", "proj")]
@@ -1029,9 +1049,9 @@ def _qwen_authors(factors: Factors) -> Factors:
 def _qwen(**more: Any) -> Record:
     return Record(
         title="Qwen-Image", build=build_qwen, open=_open_qwen, factor=16, channels=16, factors=qwen_factors,
-        authors=_qwen_authors, original=qwen_original, vae=lambda found: found,
+        authors=_qwen_authors, original=qwen_original, vae=qwen_vae_original,
         latents=lambda noise: torch.from_numpy(np.ascontiguousarray(noise.reshape(len(noise), -1, 16))),
-        files=("qwen_image_2.1_bf16", "qwen3vl_8b_bf16", "qwen_image_2.1_vae"), ask=_qwen_one_by_one,
+        files=("qwen_image_2.1_bf16", "qwen3vl_8b_bf16", "qwen_image_2.1_vae_bf16"), ask=_qwen_one_by_one,
         words="processor", size=(64, 96), layer="transformer_blocks.1.img_mlp.gate_up.weight", **more,
     )  # fmt: skip
 

@@ -90,6 +90,7 @@ from .families import (
     flux2_factors,
     load,
     one_family,
+    qwen_vae_original,
     write,
     write_factors,
 )
@@ -327,7 +328,7 @@ def test_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     for name, found in changed.items():
         with pytest.raises(canvax.CheckpointError):
             files.load(write(tmp_path / f"{name}.safetensors", found))
-    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2", "qwen-1": "conv2"}.get(
+    lacks = {"flux2": "bn.", "krea2-turbo": "conv2", "anima": "conv2", "qwen": "conv2", "qwen-1": "conv2"}.get(
         files.name, "decoder.conv_in"
     )
     vae = {name: array for name, array in files.arrays("vae").items() if lacks not in name}
@@ -871,9 +872,11 @@ def test_sizes_of_qwen_image() -> None:
     assert shapes_of(spec) == on_no_device("QwenImage21Transformer2DModel")
     assert QwenImageConfig.from_dict(config_of(QWEN_IMAGE, spec)) == QwenImageConfig()
     stored = on_no_device("AutoencoderKLQwenImage21")
-    empty = [Entry(name, shape, np.dtype(np.float32), Path(), (), "torch") for name, shape in stored.items()]
-    assert {entry.name: entry.shape for entry in of_one_frame(empty)} == shapes_of(qwen_vae_spec(QwenVaeConfig()))
-    assert QwenVaeConfig.from_dict(wan_vae_config(empty)) == QwenVaeConfig()
+    arrays = {name: np.broadcast_to(np.float32(0), shape) for name, shape in stored.items()}
+    for layout in (arrays, qwen_vae_original(arrays)):
+        empty = [Entry(name, array.shape, np.dtype(np.float32), Path(), (), "torch") for name, array in layout.items()]
+        assert {entry.name: entry.shape for entry in of_one_frame(empty)} == shapes_of(qwen_vae_spec(QwenVaeConfig()))
+        assert QwenVaeConfig.from_dict(wan_vae_config(empty)) == QwenVaeConfig()
     assert single is not None
     found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_VL_8B, 36)))
     config = single.configs["text_encoder"]

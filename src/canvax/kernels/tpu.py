@@ -43,6 +43,10 @@ ACCUMULATOR_BYTES = 48 * 2**20
 """Bytes of a convolution's float32 sums at a time. They are read and written nine times, which is free as long as they
 stay in vector memory (128 MiB on v5e)."""
 
+STRIP_BYTES = 28 * 2**20
+"""Bytes of float32 sums of a strip in ``canvax.kernels.convolution.by_strips``, besides which its features must stay in
+vector memory too."""
+
 _BACKWARD_BLOCKS = (
     "block_q_major_dkv", "block_k_major_dkv", "block_q_dkv", "block_k_dkv", "block_k_major_dq", "block_k_dq",
     "block_q_dq",
@@ -109,10 +113,11 @@ def _ceil(length: int, multiple: int) -> int:
 def supports_taps(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
     """Return whether ``convolve_by_taps`` supports this convolution and pays off."""
     same = (weight.shape[:2], stride, padding) == ((3, 3), 1, (1, 1))
-    return same and min(weight.shape[2:]) >= MIN_CHANNELS and _by_taps_here()
+    return same and min(weight.shape[2:]) >= MIN_CHANNELS and by_taps_here()
 
 
-def _by_taps_here() -> bool:
+def by_taps_here() -> bool:
+    """Return whether convolutions run by taps on the target, whose on-chip memory has room for their sums."""
     return weight_shards() == 1 and target_kind() not in RETIRED
 
 
@@ -143,7 +148,7 @@ def convolve_by_taps(weight: Array, x: Array) -> Array:
 def convolve_doubled(weight: Array, x: Array) -> Array:
     """Compute ``canvax.kernels.convolution.convolve_doubled`` as four 2x2 convolutions (see ``pair_weights``)."""
     kernels = pair_weights(weight, x.dtype)
-    return _pairs_by_taps(jnp.array(kernels), x) if _by_taps_here() else convolve_pairs(kernels, x, _by_xla)
+    return _pairs_by_taps(jnp.array(kernels), x) if by_taps_here() else convolve_pairs(kernels, x, _by_xla)
 
 
 @with_reference_vjp(lambda kernels, x: convolve_pairs(kernels, x, _by_xla))

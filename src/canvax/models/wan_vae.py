@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
+from canvax.kernels.convolution import by_strips
 from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Depth, Factor, Levels, Number
 from canvax.models.decode import TILE, Autoencoder, widened
@@ -269,9 +270,13 @@ def norm(p: Params, x: Array) -> Array:
 @outlined
 def resnet(p: Params, x: Array) -> Array:
     """Apply a residual block, [B, h, w, Cin] -> [B, h, w, Cout]."""
-    h = conv2d(p["conv1"], jax.nn.silu(norm(p["norm1"], x)))
-    h = conv2d(p["conv2"], jax.nn.silu(norm(p["norm2"], h)))
-    return h + (linear(p["conv_shortcut"], x) if "conv_shortcut" in p else x)
+
+    def block(x: Array) -> Array:
+        h = conv2d(p["conv1"], jax.nn.silu(norm(p["norm1"], x)))
+        h = conv2d(p["conv2"], jax.nn.silu(norm(p["norm2"], h)))
+        return h + (linear(p["conv_shortcut"], x) if "conv_shortcut" in p else x)
+
+    return by_strips(block, x, reach=2)
 
 
 def mid_block(p: Params, x: Array) -> Array:

@@ -2,8 +2,7 @@
 
 diffusers        decoder.up_blocks.0.resnets.0.conv_shortcut.weight
 the authors      decoder.upsamples.0.shortcut.weight
-
-Those of Qwen-Image-2.1 are known by the names of diffusers alone.
+Qwen-Image-2.1   decoder.upsamples.0.upsamples.0.shortcut.weight, in ComfyUI's file
 """
 
 from __future__ import annotations
@@ -28,10 +27,12 @@ _WAN = {
     "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
     "shortcut": "conv_shortcut",
 }  # fmt: skip
+_RESAMPLED = re.compile(r"(encoder\.down|decoder\.up)samples\.(\d+)\.(down|up)samples\.\d+(?=\.resample\.1\.weight)")
+"""The last layer of a level of Qwen-Image-2.1, which changes the size."""
 
 
 def wan_vae_rules(names: Collection[str]) -> list[Rule]:
-    """Return the rules of names; the original code numbers all layers of the decoder."""
+    """Return the rules of names; the original code numbers all layers of the decoder, or those of each level."""
     rules = [Rule("conv1", "quant_conv"), Rule("conv2", "post_quant_conv")]
     rules.append(Rule("encoder.downsamples.*", "encoder.down_blocks.*"))
     blocks = [("encoder.downsamples.*", "encoder.down_blocks.*")]
@@ -47,6 +48,11 @@ def wan_vae_rules(names: Collection[str]) -> list[Rule]:
             rules.append(Rule(f"decoder.upsamples.{i}", f"{level}.upsamplers.0"))
         else:
             blocks.append((f"decoder.upsamples.{i}", f"{level}.resnets.{place}"))
+    rules += [Rule(at[0], f"{at[1]}_blocks.{at[2]}.{at[3]}sampler") for at in map(_RESAMPLED.match, names) if at]
+    blocks += [
+        (f"{side}.{way}samples.*.{way}samples.*", f"{side}.{way}_blocks.*.resnets.*")
+        for side, way in (("encoder", "down"), ("decoder", "up"))
+    ]
     return rules + [Rule(f"{block}.{old}", f"{name}.{new}") for block, name in blocks for old, new in _WAN.items()]
 
 
