@@ -57,6 +57,11 @@ def on_devices(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, on_device(leaf.sharding)), params)
 
 
+def off_devices(params: Any) -> Any:
+    """Return a component with its arrays copied to the host's memory, as an offloaded one."""
+    return jax.tree.map(lambda leaf: put(whole(leaf), leaf.sharding.with_memory_kind(HOST)), params)
+
+
 def on_device(sharding: Any) -> Any:
     """Return the sharding of an offloaded array on the devices."""
     return NamedSharding(sharding.mesh, sharding.spec) if sharding.memory_kind == HOST else sharding
