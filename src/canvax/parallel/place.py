@@ -59,7 +59,11 @@ def on_devices(params: Any) -> Any:
 
 def off_devices(params: Any) -> Any:
     """Return a component with its arrays copied to the host's memory, as an offloaded one."""
-    return jax.tree.map(lambda leaf: put(whole(leaf), leaf.sharding.with_memory_kind(HOST)), params)
+
+    def off_device(leaf: Any) -> Array:
+        return put(whole(leaf) if is_split(leaf) else leaf, leaf.sharding.with_memory_kind(HOST))
+
+    return jax.tree.map(off_device, params)
 
 
 def on_device(sharding: Any) -> Any:
