@@ -409,13 +409,10 @@ def test_what_changed_is_encoded_again(model: Path, tmp_path: Path, monkeypatch:
     assert go(vae)[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("xl", "learn"),
-    [
-        (False, partial(train_lora, lora=Lora(rank=2))),
-        pytest.param(False, finetune, marks=pytest.mark.slow),
-        pytest.param(True, partial(train_lora, lora=Lora(rank=2)), marks=pytest.mark.slow),
-    ],
+    [(xl, partial(train_lora, lora=Lora(rank=2))) for xl in (False, True)] + [(False, finetune)],
 )
 def test_captions_are_encoded_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xl: bool, learn: Any
