@@ -24,7 +24,7 @@ from canvax.families.sd import SD
 from canvax.kernels.target import compiled_on
 from canvax.models.denoiser import UNetDenoiser
 from canvax.nn import group_norm, layer_norm
-from canvax.parallel.mesh import AXES, make_mesh
+from canvax.parallel.mesh import AXES, make_mesh, replicated
 from canvax.parallel.rules import abstract_params
 from canvax.planning.hlo import Module
 from canvax.planning.targets import GPUS, parse_target
@@ -107,10 +107,15 @@ def test_a_step_of_a_lora_takes_no_memory_for_text_encoders(tmp_path: Path, monk
     monkeypatch.setattr(task, "fit", fit)
     model, pictures = build_xl(tmp_path / "xl"), write_pictures(tmp_path / "pictures")
     train_lora(Training(model, pictures, tmp_path / "run", size=64, dtype="bfloat16"), Lora(rank=2), make_mesh())
-    step = make_step(got["loss"], optax.adamw(1e-4))
-    state = jax.eval_shape(step.init, got["start"])
-    samples, shared = jax.eval_shape(lambda: (got["data"], got["shared"]))
     mesh = Mesh(np.asarray(gpus(1), dtype=object).reshape(1, 1), AXES)
+
+    def there(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh))
+
+    step = make_step(got["loss"], optax.adamw(1e-4))
+    state, samples, shared = jax.tree.map(
+        there, (jax.eval_shape(step.init, got["start"]), got["data"], got["shared"])
+    )
     program = compiled_on(mesh, step, state, samples, shared, jax.eval_shape(jax.random.key, 0), donate_argnums=0)
     used = {"state": state, "samples": samples, "empty": shared["empty"], "unet": shared["frozen"]["unet"]}
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(used))

@@ -398,6 +398,10 @@ def train(
     pipe = Pipeline(model, programs)
     if training.prompts and given.items[0].references:  # one set of references for all previews
         texts = {**texts, "image": given.previewed.folder.reference(given.previewed.index)}
+    if training.prompts:
+        steps, minutes = training.preview_steps, Session.preview_every / 60
+        often = f"{steps} steps" if steps else f"{minutes:.0f} minutes"
+        say(f"previews come every {often} and at the end, in {training.folder / 'previews'}")
     shown = _preview(training, aim, pipe, params, texts) if training.prompts else None
     if validated:
         errors = validation_errors(*of_model, **computed)
