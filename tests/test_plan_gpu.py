@@ -113,9 +113,7 @@ def test_a_step_of_a_lora_takes_no_memory_for_text_encoders(tmp_path: Path, monk
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh))
 
     step = make_step(got["loss"], optax.adamw(1e-4))
-    state, samples, shared = jax.tree.map(
-        there, (jax.eval_shape(step.init, got["start"]), got["data"], got["shared"])
-    )
+    state, samples, shared = jax.tree.map(there, (jax.eval_shape(step.init, got["start"]), got["data"], got["shared"]))
     program = compiled_on(mesh, step, state, samples, shared, jax.eval_shape(jax.random.key, 0), donate_argnums=0)
     used = {"state": state, "samples": samples, "empty": shared["empty"], "unet": shared["frozen"]["unet"]}
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(used))
