@@ -259,12 +259,11 @@ def lora(model: str, quantize: str | None) -> str:
     mesh = Mesh(np.asarray(topology.devices, dtype=object).reshape(1, 1), AXES)
     networks, family = PRESETS[model], next(family for family in FAMILIES if model in family.presets)
     component, unet, dtype, specs = networks.denoiser.component, networks.unet, jnp.bfloat16, networks.specs(quantize)
-    parts = [component, *(networks.text.names if unet else ())]  # a transformer's captions are encoded before
     chosen = low_rank.targets({component: networks.denoiser.spec}, "attention", family.stacks)
     config: Any = family.single_file.configs.get("scheduler") if family.single_file else None
     config = config or {"_class_name": "EulerDiscreteScheduler"}
     loss = denoising_loss(
-        networks.text if unet else None, unet or networks.denoiser, from_scheduler_config(config).schedule, gamma=None,
+        None, unet or networks.denoiser, from_scheduler_config(config).schedule, gamma=None,
         dtype=dtype, remat=True,
         assemble=lambda trained, frozen: low_rank.with_factors(trained, frozen, chosen, scale=1.0),
     )  # fmt: skip
@@ -273,19 +272,15 @@ def lora(model: str, quantize: str | None) -> str:
     def array(shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind)
 
-    if unet:
-        captions = {name: array((77,), jnp.int32) for name in networks.text.names}
-    else:
-        captions = {
-            name: array(leaf.shape[1:], leaf.dtype) for name, leaf in networks.text.conditions(1, [dtype]).items()
-        }
+    conditions = networks.text.conditions(1, [dtype] * len(networks.text.encoders))  # captions are encoded before
+    captions = {name: array(leaf.shape[1:], leaf.dtype) for name, leaf in conditions.items()}
     samples: dict[str, Any] = {
         "latents": array((1, 1, *networks.latent_shape(1, 1024, 1024)[1:]), jnp.float16),
         "captions": {name: array((1, 1, *leaf.shape), leaf.dtype) for name, leaf in captions.items()},
     }
     if unet:
         samples["time_ids"] = array((1, networks.size_numbers), jnp.float32)
-    shared = {"empty": captions, "frozen": {name: abstract_params(specs[name], dtype, mesh) for name in parts}}
+    shared = {"empty": captions, "frozen": {component: abstract_params(specs[component], dtype, mesh)}}
     state = jax.eval_shape(step.init, jax.eval_shape(lambda: low_rank.new_factors(chosen, RANK, 0)))
     compiled = compiled_on(mesh, step, state, samples, shared, jax.eval_shape(jax.random.key, 0), donate_argnums=0)
     memory: Any = compiled.memory_analysis()

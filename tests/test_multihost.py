@@ -18,9 +18,10 @@ from PIL import Image
 import canvax
 from canvax.images.metadata import read_metadata
 from canvax.parallel import multihost
-from canvax.train.loop import read_log
+from canvax.train.loop import LOG, read_log
 from tests.support.multihost_worker import INTERVAL, PROMPTS, WEIGHTED
-from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_checkpoint import SHALLOW_UNET, write_small_checkpoint
+from tests.test_finetune import write_pictures
 
 HERE = Path(__file__).parent
 
@@ -151,6 +152,9 @@ def test_training(tmp_path: Path) -> None:
     from tests.support import training_hosts_worker
 
     folder = tmp_path / "run"
+    for place in (folder, tmp_path):
+        write_small_checkpoint(place / "model", unet=SHALLOW_UNET)
+        write_pictures(place / "pictures")
     runs = run_two([sys.executable, str(HERE / "support" / "training_hosts_worker.py"), "PROCESS", "PORT", str(folder)])
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
     assert int(runs[0].stdout.split()[-1]) > 0
@@ -172,6 +176,9 @@ def test_training(tmp_path: Path) -> None:
             with np.load(tmp_path / f"run-{name}-{process}.npz") as found:
                 for want, got in zip(jax.tree.leaves(params), found.values(), strict=True):
                     np.testing.assert_allclose(got, want, atol=1e-5)
+    training_hosts_worker.lora(tmp_path / "lora")
+    losses = [[line["loss"] for line in read_log(place / "lora" / "lora" / LOG)] for place in (folder, tmp_path)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
     shared = [folder / name / "state.safetensors" for name in ("shared", "resumed")]
     assert shared[0].read_bytes() == shared[1].read_bytes()
     went_on, finished = training_hosts_worker.share(folder / "one")

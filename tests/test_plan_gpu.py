@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
@@ -22,12 +24,17 @@ from canvax.families.sd import SD
 from canvax.kernels.target import compiled_on
 from canvax.models.denoiser import UNetDenoiser
 from canvax.nn import group_norm, layer_norm
-from canvax.parallel.mesh import AXES
+from canvax.parallel.mesh import AXES, make_mesh, replicated
 from canvax.parallel.rules import abstract_params
 from canvax.planning.hlo import Module
 from canvax.planning.targets import GPUS, parse_target
+from canvax.train import make_step, task
+from canvax.train.lora import Lora, train_lora
+from canvax.train.task import Training
 from tests.support.small_checkpoint import SHALLOW_UNET, UNET
+from tests.support.small_sdxl import build as build_xl
 from tests.support.tiny_preset import TINY
+from tests.test_finetune import write_pictures
 
 pytestmark = pytest.mark.skipif(
     not any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")),
@@ -86,6 +93,31 @@ def compiled(function: Any, *shapes: tuple[int, ...]) -> Module:
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(device)) for shape in shapes]
     mesh = Mesh(np.asarray([[device]], dtype=object), AXES)
     return Module(compiled_on(mesh, function, *arguments).as_text(), CHIP)
+
+
+@pytest.mark.slow
+def test_a_step_of_a_lora_takes_no_memory_for_text_encoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments are the frozen UNet, the factors with both moments, and a sample."""
+    got: dict[str, Any] = {}
+
+    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Any, session: Any, shared: Any) -> Any:
+        got.update(start=start, loss=loss, data=jax.tree.map(lambda leaf: leaf[:1], data), shared=shared)
+        return {}, False
+
+    monkeypatch.setattr(task, "fit", fit)
+    model, pictures = build_xl(tmp_path / "xl"), write_pictures(tmp_path / "pictures")
+    train_lora(Training(model, pictures, tmp_path / "run", size=64, dtype="bfloat16"), Lora(rank=2), make_mesh())
+    mesh = Mesh(np.asarray(gpus(1), dtype=object).reshape(1, 1), AXES)
+
+    def there(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh))
+
+    step = make_step(got["loss"], optax.adamw(1e-4))
+    state, samples, shared = jax.tree.map(there, (jax.eval_shape(step.init, got["start"]), got["data"], got["shared"]))
+    program = compiled_on(mesh, step, state, samples, shared, jax.eval_shape(jax.random.key, 0), donate_argnums=0)
+    used = {"state": state, "samples": samples, "empty": shared["empty"], "unet": shared["frozen"]["unet"]}
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(used))
+    assert program.memory_analysis().argument_size_in_bytes < 1.02 * needed
 
 
 def test_layer_norm_is_one_kernel() -> None:

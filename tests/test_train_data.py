@@ -25,6 +25,7 @@ from canvax.errors import CheckpointError, HintWarning, InputError
 from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.parallel.mesh import make_mesh
+from canvax.parallel.place import on_host
 from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.train import diffusion, inputs, kohya, task
 from canvax.train.buckets import bucket_of_update, bucket_sizes, nearest_bucket
@@ -42,6 +43,7 @@ from canvax.train.task import Subject, Training
 from canvax.train.validation import Validation
 from canvax.weights.lora import trigger_words
 from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata, write_safetensors
+from tests.support.bundled import VOCABULARY
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, UNET, write_small_checkpoint
 from tests.support.small_sdxl import build as build_xl
@@ -177,7 +179,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     got: dict[str, Any] = {}
 
     def fit(start: Any, loss: Any, data: Any, samples: int, plan: Any, session: Any, shared: Any) -> Any:
-        got.update(data=data, samples=samples, shared=shared, loss=loss, session=session)
+        got.update(start=start, data=data, samples=samples, shared=shared, loss=loss, session=session)
         return {}, False
 
     monkeypatch.setattr(task, "fit", fit)
@@ -405,6 +407,45 @@ def test_what_changed_is_encoded_again(model: Path, tmp_path: Path, monkeypatch:
     saved = [ArrayToSave(name, array.shape, array.dtype, partial(np.asarray, array)) for name, array in arrays.items()]
     write_safetensors(weights, saved, {"format": "pt"})
     assert go(vae)[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("xl", "learn"),
+    [(xl, partial(train_lora, lora=Lora(rank=2))) for xl in (False, True)] + [(False, finetune)],
+)
+def test_captions_are_encoded_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xl: bool, learn: Any
+) -> None:
+    """The losses are those of encoding in each step, and the devices keep no weights that a step does not read."""
+    model = build_xl(tmp_path / "xl") if xl else model
+    pictures = write_shapes(tmp_path / "p", a=(64, 64), b=(64, 64))
+    rows = [{"file_name": "a.png", "text": ["a", "red, blue"]}, {"file_name": "b.png", "text": "b"}]
+    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    got, before = fitted(monkeypatch), jax.live_arrays()
+    unread = {(VOCABULARY, width) for width in (TEXT.hidden_size, 16, 24)}  # words of the text encoders
+    there: list[tuple[int, ...]] = []
+    record = task.fit
+
+    def fit(*arguments: Any) -> Any:
+        known = {id(array) for array in before}
+        there[:] = [a.shape for a in jax.live_arrays() if a.shape in unread and id(a) not in known and not on_host(a)]
+        return record(*arguments)
+
+    def losses(folder: str, learn: Any) -> list[float]:
+        learn(training(model, pictures, tmp_path / folder, empty=0.3), mesh=one())
+        loss = jax.jit(got["loss"])
+        return [float(loss(got["start"], got["data"], got["shared"], jax.random.key(i))[0]) for i in range(20)]
+
+    monkeypatch.setattr(task, "fit", fit)
+    once = losses("once", learn)
+    assert there == []
+    assert "text_encoder" not in got["shared"]["frozen"]
+    assert got["data"]["captions"]["text"].shape[:2] == (2, 2)
+    # New factors have no effect.
+    each = partial(finetune, text=True) if learn is finetune else partial(train_lora, lora=Lora(rank=2, text=True))
+    np.testing.assert_allclose(once, losses("each", each), rtol=1e-6)
+    assert "text_encoder" in got["data"]["captions"]
 
 
 def test_a_file_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:

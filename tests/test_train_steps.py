@@ -258,7 +258,9 @@ def test_pace_and_time_left_are_without_compiling(
     assert left == ["0"]
 
 
-def test_one_callback_gets_values_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_callback_gets_values_and_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The lines of the log and Weights & Biases are listeners of it."""
     sent: list[tuple[dict[str, Any], int]] = []
     board = SimpleNamespace(log=lambda values, step: sent.append((values, step)), finish=lambda: sent.append(({}, -1)))
@@ -272,6 +274,7 @@ def test_one_callback_gets_values_and_images(tmp_path: Path, monkeypatch: pytest
     listener.close()
     assert [step for _, step in sent] == [1, 2, 2, 3, 3, -1]
     assert [sent[i][0] for i in (2, 4)] == [{"w": (4, 5, 3)}] * 2
+    assert "step 2 of 3, w\n" in capsys.readouterr().err
     written = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
     assert written == [{"step": step, **values} for values, step in (sent[0], sent[1], sent[3])]
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -504,6 +504,7 @@ def test_what_is_frozen_is_read_in_the_dtype_of_the_computation(
     model = build_xl(tmp_path / "xl")
     read: dict[str, set[str]] = {}
     starts: list[InitialState] = []
+    steps: list[Any] = []
 
     def opened(*arguments: Any, **keywords: Any) -> Any:
         *others, params = open_model(*arguments, **keywords)
@@ -519,8 +520,9 @@ def test_what_is_frozen_is_read_in_the_dtype_of_the_computation(
     real_begin = Lora.begin
     monkeypatch.setattr(task, "open_model", opened)
     monkeypatch.setattr(Lora, "begin", begin)
-    monkeypatch.setattr(task, "fit", lambda *_: ({}, False))
+    monkeypatch.setattr(task, "fit", lambda *arguments: (steps.append(arguments[-1]) or {}, False))
     train_lora(training(model, pictures, tmp_path / "run", dtype=jnp.bfloat16), Lora(rank=2), one())
+    assert steps[0]["frozen"].keys() == {"unet"}  # captions are encoded before
     texts = ("text_encoder", "text_encoder_2")
     assert read == {"vae": {"float32"}} | {name: {"bfloat16"} for name in (*texts, "unet")}
     whole = canvax.load(model, mesh=one(), dtype="float32").params
@@ -754,7 +756,7 @@ def test_flipped_pictures_keep_their_control_image_and_use_every_caption(
         return jnp.zeros_like(x)
 
     monkeypatch.setattr(diffusion, "add_noise", lambda x0, noise, alphas: x0)
-    monkeypatch.setattr(diffusion, "encode_text", lambda p, inputs, **_: {"text": inputs["text_encoder"]["ids"]})
+    monkeypatch.setattr(task, "encode_captions", lambda p, inputs, *_: {"text": inputs["text_encoder"]["ids"]})
     monkeypatch.setattr(diffusion, "unet", unet)
     monkeypatch.setattr(ControlNet, "encode", lambda self, p, images: (images,))
     monkeypatch.setattr(ControlNet, "prepare", lambda self, p, conditions, latents: {})

@@ -131,9 +131,13 @@ def draws(seen: Mapping[str, Any], step: int, empty: float = 0.25) -> Iterable[t
         yield jax.tree.map(np.asarray, drawn), indices
 
 
-def encoded(pipe: Any, ids: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """What the UNet of a pipeline is told, as the scripts of diffusers have it."""
-    tokens = {name: torch.from_numpy(array).long() for name, array in ids.items()}
+def encoded(pipe: Any, captions: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What the UNet of a pipeline is told, as the scripts of diffusers have it, from ids or features of captions."""
+    if "text" in captions:
+        features = {name: torch.from_numpy(array) for name, array in captions.items()}
+        pooled = {"added_cond_kwargs": {"text_embeds": features["pooled"]}} if "pooled" in features else {}
+        return {"encoder_hidden_states": features["text"], **pooled}
+    tokens = {name: torch.from_numpy(array).long() for name, array in captions.items()}
     if len(tokens) == 1:
         return {"encoder_hidden_states": pipe.text_encoder(tokens["text_encoder"])[0]}
     found = [getattr(pipe, name)(tokens[name], output_hidden_states=True) for name in tokens]

@@ -16,7 +16,9 @@ import optax
 import canvax
 from canvax.parallel import multihost
 from canvax.train.loop import Plan, Session, fit
+from canvax.train.lora import Lora, train_lora
 from canvax.train.step import make_step
+from canvax.train.task import Training
 
 PLAN = Plan(steps=6, batch=8, chunk=2, warmup=0, average=0.0)
 SAMPLES = 100
@@ -65,6 +67,13 @@ def share(folder: Path, *, stop: bool = False) -> tuple[Any, bool]:
     return fit(layers(), deep, samples, 32, plan, session)
 
 
+def lora(folder: Path) -> None:
+    """Train a LoRA of the model beside ``folder``; the captions are encoded once."""
+    model, pictures = folder.parent / "model", folder.parent / "pictures"
+    plan = replace(PLAN, steps=4)
+    train_lora(Training(model, pictures, folder, plan=plan, size=64), Lora(rank=2), canvax.make_mesh())
+
+
 def main(process: int, port: str, folder: Path) -> None:
     multihost.initialize(f"localhost:{port}", 2, process)
     written: list[str] = []
@@ -98,6 +107,7 @@ def main(process: int, port: str, folder: Path) -> None:
         if name == "shared":
             assert not share(folder / "resumed", stop=True)[1]
             assert not share(folder / "one", stop=True)[1]
+    lora(folder / "lora")
     print("written", len(written))
 
 

@@ -57,6 +57,15 @@ def on_devices(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, on_device(leaf.sharding)), params)
 
 
+def off_devices(params: Any) -> Any:
+    """Return a component with its arrays copied to the host's memory, as an offloaded one."""
+
+    def off_device(leaf: Any) -> Array:
+        return put(whole(leaf) if is_split(leaf) else leaf, leaf.sharding.with_memory_kind(HOST))
+
+    return jax.tree.map(off_device, params)
+
+
 def on_device(sharding: Any) -> Any:
     """Return the sharding of an offloaded array on the devices."""
     return NamedSharding(sharding.mesh, sharding.spec) if sharding.memory_kind == HOST else sharding

@@ -18,6 +18,7 @@ from canvax.models.decode import Autoencoder, autoencoder_of
 from canvax.models.text import TextEncoders, encode_text
 from canvax.originals import foreign
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
+from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.types import Array, HostArray
 
@@ -108,7 +109,7 @@ def by_batches(program: Any, p: Params, inputs: Any, mesh: Mesh, batch: int) -> 
     with compiling_on(mesh):
         for start in range(0, count, batch):
             rows = np.minimum(np.arange(start, start + batch), count - 1)
-            result = program(p, jax.tree.map(lambda array, rows=rows: array[rows], inputs))
+            result = program(p, jax.tree.map(lambda array, rows=rows: put(array[rows], over_batch(mesh)), inputs))
             kept = min(batch, count - start)
             parts.append(jax.tree.map(lambda array, kept=kept: np.asarray(array)[:kept], result))
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

@@ -344,11 +344,12 @@ class Encoder:
         ids = [reference_grids([size for size, _ in item.references], networks.size_step) for item in items]
         counts = np.array([len(of_item) for of_item in ids], np.int32)
         room, channels = int(counts.max()), networks.vae.latent_channels * networks.packing.step**2
+        store, names_of = self.store, [self._reference_names(item) for item in items]  # not self, which has the weights
 
         def tokens(row: int) -> HostArray:
             forms = [
-                np.concatenate([networks.packing.pack(self.store.read(name)["latents"])[0] for name in names])
-                for names in self._reference_names(items[row])
+                np.concatenate([networks.packing.pack(store.read(name)["latents"])[0] for name in names])
+                for names in names_of[row]
             ]
             return np.pad(np.stack(forms), ((0, 0), (0, room - counts[row]), (0, 0)))
 

@@ -50,9 +50,10 @@ class Progress:
 
     def __call__(self, step: int, values: Mapping[str, float], images: Mapping[str, HostArray]) -> None:
         """Report that ``step`` steps are done in total."""
-        if VALIDATION in values:
+        if VALIDATION in values or images:
             self._write(f"\r{'':<100}\r" * self._terminal)
-            self.say(f"step {step} of {self.steps}, validation loss {values[VALIDATION]:.4f}")
+            news = f"validation loss {values[VALIDATION]:.4f}" if VALIDATION in values else ", ".join(images)
+            self.say(f"step {step} of {self.steps}, {news}")
             return
         now = time.monotonic()
         if not values or (now - self._shown < (0.5 if self._terminal else SELDOM) and step < self.steps):

@@ -30,6 +30,7 @@ from canvax.models.controlnet import ControlNet
 from canvax.parallel.memory import gigabytes
 from canvax.parallel.mesh import replicated
 from canvax.parallel.multihost import fail_together, is_main_process, is_spread
+from canvax.parallel.place import off_devices
 from canvax.params import Params
 from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
@@ -68,7 +69,7 @@ from canvax.train.kept import Store, fingerprint, in_batches, name_of
 from canvax.train.kohya import facts_of_images
 from canvax.train.log import VALIDATION, TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
-from canvax.train.objectives import check_trainable
+from canvax.train.objectives import cast, check_trainable
 from canvax.train.pictures import MASK, REFERENCE, SPLITS, PictureFolder, Size, check_apart, open_pictures
 from canvax.train.settings import TAGS, PlanRecord, TrainingRecord
 from canvax.train.state import read_facts
@@ -218,7 +219,8 @@ class InitialState:
     """The initial state of a training.
 
     Attributes:
-        trained: the trained parameters by component, host arrays.
+        trained: the trained parameters by component, host arrays. If no text encoder is among them, captions are
+            encoded before the first step.
         frozen: the parameters that are used but not trained.
         assemble: makes all parameters from trained and frozen ones.
         control: the ControlNet that is trained, if any.
@@ -355,12 +357,18 @@ def train(
         training.model, dtype="float32" if unet else dtype, weights=exact or rest, **opened
     )
     if exact and rest:
-        *_, frozen = open_model(training.model, dtype=dtype, weights=rest, **opened)
-        params |= {name: frozen[name] for name in rest}
+        *_, read = open_model(training.model, dtype=dtype, weights=rest, **opened)
+        params |= {name: read.pop(name) for name in rest}
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
+    encoders = model.text.names if unet else ()
+    if unet and not (start.trained.keys() & encoders or training.shuffle_captions or training.tag_dropout):
+        kept = _features(model, training, mesh, dtype, sets, lengths, store, say, params)
+        start = replace(start, frozen={name: start.frozen[name] for name in start.frozen.keys() - encoders})
     readers = model.tokenizers if kept is None else kept.readers
     data, shared, validated = _data(given, sets, readers, length, training, model, params, mesh, plan, store, say)
     shared["frozen"] = start.frozen
+    for name in {"vae", *encoders} & params.keys() - start.frozen.keys():  # for previews, and for the result
+        params[name] = off_devices(params[name])
     network: Any = model.unet if unet else model.networks.denoiser
     of_model = (model.text if kept is None else None, network, _schedule(model, given.size, times))
     computed: dict[str, Any] = {"dtype": dtype, "assemble": start.assemble, "control": start.control}
@@ -390,6 +398,10 @@ def train(
     pipe = Pipeline(model, programs)
     if training.prompts and given.items[0].references:  # one set of references for all previews
         texts = {**texts, "image": given.previewed.folder.reference(given.previewed.index)}
+    if training.prompts:
+        steps, minutes = training.preview_steps, Session.preview_every / 60
+        often = f"{steps} steps" if steps else f"{minutes:.0f} minutes"
+        say(f"previews come every {often} and at the end, in {training.folder / 'previews'}")
     shown = _preview(training, aim, pipe, params, texts) if training.prompts else None
     if validated:
         errors = validation_errors(*of_model, **computed)
@@ -779,7 +791,7 @@ def _text_lengths(model: Model, texts: Sequence[Caption]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Features:
-    """Texts of a run, encoded for a transformer, on the host.
+    """Texts of a run, encoded, on the host.
 
     Attributes:
         readers: a reader of captions for each feature, see ``denoising_data``.
@@ -799,8 +811,11 @@ def _features(
     lengths: Sequence[int],
     store: Store,
     say: Callable[[str], None],
+    params: Params | None = None,
 ) -> _Features:
-    """Encode the texts that the store lacks, with a language model that is on the devices only during this call.
+    """Encode the texts that the store lacks, with the text encoders of ``params``.
+
+    By default ``model`` has a language model, which is on the devices only during this call.
 
     Raises:
         InputError: the features do not fit on the disk.
@@ -810,12 +825,15 @@ def _features(
         dropped = [caption._replace(text="") for caption in seen] if training.empty else []
         distinct = list(dict.fromkeys([*seen, *dropped]))
     wanted = [(text, tuple(lengths)) for text in distinct]
-    shown = list(dict.fromkeys([*training.prompts, ""])) if training.prompts else []
+    shown = list(dict.fromkeys([*training.prompts, ""])) if training.prompts and params is None else []
     long = _text_lengths(model, shown) if shown else ()
     wanted += [(text, long) for text in shown]
     opened = {"dtype": dtype, "mesh": mesh, **training.source()}
-    files, *_ = open_model(training.model, weights={"vae"}, **opened)  # the others are fetched, too
-    network = ["text", fingerprint(files, files.text.names), np.dtype(dtype).name]
+    files = model
+    if params is None:
+        files, *_ = open_model(training.model, weights={"vae"}, **opened)  # the others are fetched, too
+    kind = [] if params is None or training.quantize is None else [training.quantize]
+    network = ["text", fingerprint(files, files.text.names), np.dtype(dtype).name, *kind]
 
     def inputs(text: Caption, lengths: Sequence[int], views: Sequence[Any] = ()) -> dict[str, dict[str, HostArray]]:
         each, words = zip(files.text.encoders, lengths, strict=True), text if isinstance(text, str) else text.text
@@ -847,11 +865,14 @@ def _features(
     available = disk_usage(first_there(store.folder)).free
     if needed > available:
         problem = f"has captions whose features need {gigabytes(needed)} of disk"
-        cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
+        cure = f"take fewer images, or a folder for {{encoded}} on another disk: {gigabytes(available)} are free"
         raise InputError("pictures", problem, cure=cure, value=training.pictures)
     say(store.progress(missing, names, "texts"))
     if missing:
-        _, _, params = open_model(training.model, weights=files.text.names, **opened)
+        if params is None:
+            _, _, params = open_model(training.model, weights=files.text.names, **opened)
+        else:
+            params = cast({name: params[name] for name in files.text.names}, dtype)
         params = jax.device_put({name: params[name] for name in files.text.names}, replicated(mesh))
 
         def form(i: int) -> Hashable:
@@ -873,8 +894,8 @@ def _features(
         return {key: np.stack([arrays[key] for arrays in of_all]) for key in of_all[0]}
 
     readers = {key: reader(key) for key in store.read(names[0])}
-    prompts: dict[str, Any] = {}
-    if training.prompts:
+    prompts: dict[str, Any] = {"prompt": list(training.prompts)}
+    if shown:
         prompts["prompt"] = previewed(training.prompts)
         if model.family.guides(model.networks, model.defaults.guidance_scale):
             prompts["negative_prompt"] = previewed([""] * len(training.prompts))
