@@ -625,27 +625,6 @@ def test_bad_files(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--sampler", "nothing"], "--sampler"),
-        (["--file-quality", "80"], "--file-quality"),
-        (["--quality", "80"], "--file-quality"),
-        (["--quality", "best"], "--quality"),
-        (["--into", "files", "--shard-size", "0"], "--shard-size"),
-        (["--actors", "2"], "--actors"),
-        (["--share", "4/4"], "--share"),
-        (["--share", "1"], "--share"),
-        (["--ray", "--distributed"], "--ray"),
-    ],
-)
-def test_bad_flags(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "rows.jsonl", some_rows(1))
-    assert main(["batch", str(file), "-o", str(tmp_path / "out"), *flags]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_without_pyarrow(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)

@@ -96,31 +96,6 @@ def test_beside_a_controlnet(base: canvax.Pipeline, folder: Path, pipe: Any, tmp
         draw(mixed, control=[{"depth": edges(1)}, None])
 
 
-@pytest.mark.parametrize(("changes", "argument"), [
-    ({"control": edges(1)}, "control"),
-    ({"control": [edges(1)]}, "control"),
-    ({"control": {}}, "control"),
-    ({"control": {"dpeth": edges(1)}}, "control"),
-    ({"control": {8: edges(1)}}, "control"),
-    ({"control": {-1: edges(1)}}, "control"),
-    ({"control": {1.5: edges(1)}}, "control"),
-    ({"control": {None: edges(1)}}, "control"),
-    ({"control": {"depth:": edges(1)}}, "control"),
-    ({"control": {"depth:much": edges(1)}}, "control"),
-    ({"control": {"depth:nan": edges(1)}}, "control"),
-    ({"control": {"depth:0": edges(1)}}, "control"),
-    ({"control": {"hed": edges(1), "scribble": edges(2)}}, "control"),
-    ({"control": {"depth": 5}}, "control"),
-    ({"control": {"depth": [edges(1)] * 3}}, "control"),
-    ({"control": [{"depth": edges(1)}] * 3}, "control"),
-    ({"control": {"depth": edges(1), "tile": edges(2, (96, 64))}}, "control"),
-    ({"control_image": [edges(1)], "control_mode": [1]}, "control_mode"),
-])  # fmt: skip
-def test_bad_calls(changes: dict[str, Any], argument: str, pipe: canvax.Pipeline) -> None:
-    with refused(argument):
-        draw(pipe, **changes)
-
-
 def test_six_types(base: canvax.Pipeline, tmp_path: Path) -> None:
     """The first released network has no tile and no repaint."""
     pipe = base.with_controlnet(union(tmp_path / "six", base, types=6))

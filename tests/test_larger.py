@@ -352,31 +352,6 @@ def _left(pixels: np.ndarray) -> int:
     return int(cells[0]) - (width - 64) // 2
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["a", "--x", "nothing=1"],
-        ["a", "--x", "steps"],
-        ["a", "--x", "steps=1,x"],
-        ["a", "b", "--x", "steps=1"],
-        ["a", "--x", "seed=" + ",".join(map(str, range(500)))],
-        ["--x", "steps=1"],
-        ["a", "--x", "size=64"],
-        ["a", "--x", "size=64x64,65x64"],
-        ["a", "--x", "lora=0,1"],
-        ["a", "--x", "lora=ink", "--lora", "ink.safetensors"],
-        ["a", "--x", "model=emoji,nothing.safetensors", "-m", "emoji"],
-        ["a", "--x", "vae=nothing.safetensors"],
-        ["a", "--x", "steps=1,2", "--batch-size", "0"],
-        ["a", "--x", "steps=1,2", "--preview", "now.txt"],
-    ],
-)
-def test_bad_sheets(words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canvax, "load", lambda *_, **__: pytest.fail("a model is loaded"))
-    assert main(["sheet", *words]) == BAD_INPUT
-    assert not list(here.iterdir())
-
-
 def test_sizes_along_a_sheet(here: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     """Cells have the largest size, and smaller images are in their middle."""
     words = ["sheet", "a fox", "--x", "size=96x64,64x64", "--steps", "2", "-s", "4", "-q"]

@@ -346,17 +346,6 @@ def distance_of_matrix(p: Any, samples: Any, shared: Any, key: Any) -> Any:
     return jnp.square(p["w"] + 1.0).mean(), {}
 
 
-@pytest.mark.parametrize("name", ["final", "average"])
-def test_schedule_free_has_no_schedule(name: str) -> None:
-    with refused(name):
-        Plan(1, 1, optimizer="schedule-free", **{"final": 1.0, "average": 0.0, name: 0.5})
-
-
-def test_prodigy_wants_a_factor() -> None:
-    with refused("learning_rate"):
-        Plan(1, 1, 1e-4, optimizer="prodigy")
-
-
 def test_a_step_that_does_not_fit_is_made_lighter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, before the first step; a resumed run begins with it; one that fits stays."""
     calls: list[str] = []
