@@ -47,10 +47,11 @@ from canvax.models.configs import UNetConfig
 from canvax.models.presets import SD15_UNET
 from canvax.samplers import SamplerTable, build_table, from_scheduler_config
 from canvax.scale.rows import Row
+from canvax.scale.serve import ServeArgs
 from canvax.scale.work import Worker
 from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.work import check
-from canvax.train import controlnet, dreambooth, finetune, loop, lora, task, textual_inversion
+from canvax.train import controlnet, dreambooth, finetune, loop, lora, step, task, textual_inversion
 from tests.support import control_files, ip_adapter_files, small_sdxl
 from tests.support.drawing import one_device
 from tests.support.small_checkpoint import UNET
@@ -93,14 +94,18 @@ def said(source: str, pipe: canvax.Pipeline, networks: dict[str, canvax.Pipeline
     names = {
         **networks, "edges": control_files.edges, "ImagePrompt": ImagePrompt, "PHOTO": control_files.edges(1, (40, 32)),
         "loop": loop, "lora": lora, "finetune": finetune, "dreambooth": dreambooth, "controlnet": controlnet,
-        "task": task, "textual_inversion": textual_inversion,
+        "step": step, "task": task, "textual_inversion": textual_inversion, "ServeArgs": ServeArgs,
         "unet": lambda **fields: UNetConfig.from_dict({**dataclasses.asdict(SD15_UNET), **fields}),
         "pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "table": table, "STRANGE": Strange(),
         "IMAGE": Image.new("RGB", (64, 64)), "LATENTS": np.zeros((1, 8, 8, 32), np.float32),
         "job": lambda prompt, **given: check(JobRequest(prompt, **given), "emoji", pipe.model),
     }  # fmt: skip
+
+    def row(**given: Any) -> None:
+        raise canvax.CanvaxError(Worker(pipe).check(Row("1", given)).error)  # type: ignore[union-attr]
+
     try:
-        eval(source, names)
+        eval(source, names | {"row": row})
     except Rejected as refused:
         return f"{refused.status} {refused.code}({refused.param}): {refused}"
     except (canvax.CanvaxError, AttributeError, TypeError) as error:

@@ -235,13 +235,6 @@ def test_a_step_is_looked_at_before_anything_is_written(step: Any, argument: str
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_a_step() -> None:
-    for argument, changes in {"optimizer": {"optimizer": 0.1}, "average": {"average": 1.0}, "loss": {"loss": None},
-                              "accumulate": {"accumulate": 0}}.items():  # fmt: skip
-        with refused(argument):
-            make_step(**{"loss": distance, "optimizer": optax.sgd(0.1), **changes})
-
-
 def test_pace_and_time_left_are_without_compiling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -646,14 +646,8 @@ def test_a_longer_run_keeps_both_files_of_a_word(
 
 def test_words_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> None:
     run = training(model, pictures, tmp_path / "run")
-    for token, initializer, vectors, message in (
-        ("<a>", " ", 1, "initializer"),
-        ("cat", "dog", 1, "common word"),
-        ("<a>", "dog", 76, "vectors"),
-        ("", "dog", 1, "token"),
-    ):
-        with pytest.raises(InputError, match=message):
-            train_inversion(run, Inversion(token, initializer, vectors), one())
+    with pytest.raises(InputError, match="common word"):
+        train_inversion(run, Inversion("cat", "dog"), one())
     with pytest.raises(InputError, match="learn"):
         train_inversion(run, Inversion("<a>", "dog"), one(), learn="thing")
     empty = tmp_path / "empty"
@@ -684,16 +678,6 @@ def test_images_of_the_class_are_generated_once(model: Path, pictures: Path, tmp
     assert {path.name for path in folder.iterdir()} == names
     assert (folder / "class-00001.png").read_bytes() == first
     assert train_lora(run, Lora(rank=2), one(), subject=subject)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": " "}, "prompt"),
-        ({"prompt": "a", "class_prompt": ""}, "class_prompt"),
-        ({"prompt": "a", "class_pictures": folder}, "class_pictures"),
-        ({"prompt": "a", "weight": 0.0}, "weight"),
-        ({"prompt": "a", "count": 0}, "count"),
-    ]
-    for values, argument in wrong:
-        with refused(argument):
-            Instance(**values)
 
 
 # ControlNet
