@@ -295,10 +295,6 @@ def test_emoji_name_their_concepts(generate: Run, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("x", "--height", "100"), "--height"),
-        (("x", "--sigmas", "9,x"), "sigmas"),
-        (("x", "--clip-skip", "2"), "--clip-skip"),
-        (("x", "-s", "-2"), "--seed"),
         (("a \udcff b",), "prompt"),
         (("--prompt-file", "broken.txt"), "broken.txt, line 2"),
         (("--prompt-file", "field.txt"), "steps"),

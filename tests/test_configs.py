@@ -57,29 +57,6 @@ def test_wrong_values(kind: str) -> None:
     assert refused > 10 * len(good)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("norm_eps", 1e9, "norm_eps = 1000000000.0 (not 1e-12 to 0.1)"),
-        ("norm_eps", float("nan"), "norm_eps"),
-        ("freq_shift", float("nan"), "freq_shift"),
-        ("sample_size", True, "sample_size = true"),
-        ("sample_size", 0, "sample_size = 0"),
-        ("sample_size", 10**9, "sample_size"),
-        ("layers_per_block", 10**9, "layers_per_block"),
-        ("conv_in_kernel", [3, 3], "conv_in_kernel"),
-        ("mid_block_scale_factor", True, "mid_block_scale_factor = true"),
-        ("use_linear_projection", "yes", "use_linear_projection"),
-        ("block_out_channels", [], "block_out_channels"),
-        ("attention_head_dim", 0, "attention_head_dim"),
-    ],
-)
-def test_values_that_were_believed(field: str, value: Any, message: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        UNetConfig.from_dict({**dataclasses.asdict(SD15_UNET), field: value})
-    assert message in str(caught.value)
-
-
 def test_all_faults_of_a_file_are_told_together() -> None:
     with pytest.raises(CheckpointError, match=r"norm_eps.*layers_per_block.*freq_shift"):
         UNetConfig.from_dict({"norm_eps": -1, "layers_per_block": "2", "freq_shift": "x"})

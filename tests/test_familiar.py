@@ -133,15 +133,10 @@ def test_a_callback_steers_the_run(emoji: canvax.Pipeline, kind: str) -> None:
     np.testing.assert_allclose(last.latents, plain.latents / 2, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [{"prompt_embeds": 1}, {"latents": np.zeros((1, 2))}, {"latents": "x"}, np.full((1, 32, 2, 2), np.nan), 5],
-    ids=str,
-)
-def test_what_a_callback_of_diffusers_cannot_return(emoji: canvax.Pipeline, returned: Any) -> None:
-    with pytest.raises(canvax.InputError) as caught:
-        emoji("a cat", **QUICK, callback_on_step_end=lambda *_: returned)
-    assert caught.value.argument == "callback_on_step_end"
+def test_a_callback_of_diffusers_cannot_return_a_word(emoji: canvax.Pipeline) -> None:
+    """NumPy words the reason; ``golden/errors.txt`` has the other kinds."""
+    with refused("callback_on_step_end"):
+        emoji("a cat", **QUICK, callback_on_step_end=lambda *_: {"latents": "x"})
 
 
 def test_a_callback_of_diffusers_changes_guidance_or_stops(emoji: canvax.Pipeline) -> None:

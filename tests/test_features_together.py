@@ -135,6 +135,7 @@ def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path)
     The command that ``canvax info`` prints asks for the same.
     """
     record = result.metadata[1]
+    assert record.get("quantize", "float32") == row["weights"]
     save_image(folder / "it.png", to_pil(result.pixels[1:])[0], record)
     words = ["generate", "--from-image", str(folder / "it.png"), *studio.flags(row, 0)]
     (call,), source = gather(given := parse(words))

@@ -305,17 +305,6 @@ def test_stopped_and_gone_on_with_it_is_the_same_model(model: Path, done: Path, 
         finetune(parts, mesh)
 
 
-def test_bad_input_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
-    mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
-    with refused("size"):
-        finetune(task(model, tmp_path / "run", pictures, size=60), mesh)
-    with refused("pictures"):
-        finetune(task(model, tmp_path / "run", tmp_path / "nothing"), mesh)
-    with refused("gamma"):
-        task(model, tmp_path / "run", pictures, gamma=0.0)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_another_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) -> None:
     mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")

@@ -28,7 +28,6 @@ from safetensors.numpy import save_file
 import canvax
 from canvax import ImagePrompt
 from canvax.cli import BAD_INPUT, main
-from canvax.compile.monitor import counting
 from canvax.images.inputs import clip_square
 from canvax.kernels import outline
 from canvax.kernels.target import compiling_for
@@ -90,12 +89,6 @@ def test_strength_zero_is_no_image_prompt(base: canvax.Pipeline, pipe: canvax.Pi
     assert far(draw(pipe, image_prompt=photo(1)).latents, want) > 1e-2
     assert draw(pipe).compilations == 0  # without one it is the model as it was
     np.testing.assert_array_equal(draw(pipe).latents, want)
-
-
-@pytest.mark.parametrize("adapter", ["0", None, True, 1.0, -1])
-def test_the_adapter_of_a_prompt_is_a_whole_number(adapter: Any) -> None:
-    with refused("image_prompt"):
-        ImagePrompt(photo(1), adapter=adapter)
 
 
 def test_nothing_recompiles(pipe: canvax.Pipeline) -> None:
@@ -205,34 +198,6 @@ def test_strength_by_parts(pipe: canvax.Pipeline) -> None:
     net = pipe.model.networks.ip_adapters[0][1]  # attentions: down 0 (1), up 1 (2), middle
     np.testing.assert_allclose(layer_scales({"up": {"block_1": [0.2, 0.3]}}, net), [0, 0.2, 0.3, 0])
     np.testing.assert_allclose(layer_scales({"down": 2, "mid": 0.5}, net), [2, 0, 0, 0.5])
-    for bad, said in (
-        ({"left": 1}, "parts of the UNet are down, mid and up"), ({"up": {"block_0": 1}}, "attentions in block_1"),
-        ({"up": {"block_1": [1, 2, 3]}}, "3 entries for 2 attentions"), ({"mid": "x"}, "not a number"),
-        (float("nan"), "not a number"), (100, "not in -10..10"), (True, "not a number"),
-    ):  # fmt: skip
-        with pytest.raises(canvax.InputError, match=said):
-            layer_scales(bad, net)
-
-
-BAD_CALLS: dict[str, Any] = {
-    "several images for one": [photo(1), photo(2)],
-    "both kinds": [photo(1), ImagePrompt(photo(2))],
-    "lists": [[ImagePrompt(photo(1))], [ImagePrompt(photo(2))]],
-    "no image": lambda: ImagePrompt(),
-    "adapter": ImagePrompt(photo(1), adapter=2),
-    "embeds of another width": ImagePrompt(embeds=np.zeros((1, 25))),
-    "embeds that are not finite": ImagePrompt(embeds=np.full((1, 24), np.nan)),
-    "scales": ImagePrompt(photo(1), [1, 2]),
-    "too many": [ImagePrompt(photo(1))] * 17,
-}
-
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_bad_calls(case: str, pipe: canvax.Pipeline) -> None:
-    value = BAD_CALLS[case]
-    with refused("image_prompt"), counting() as counts:
-        draw(pipe, image_prompt=value() if callable(value) else value)
-    assert counts.compilations == 0
 
 
 def test_a_pipeline_without(base: canvax.Pipeline, root: Path) -> None:
@@ -297,8 +262,6 @@ def test_truncated_and_pickled(base: canvax.Pipeline, root: Path, tmp_path: Path
     with pytest.raises(canvax.InputError) as caught:
         base.with_ip_adapter(tmp_path / "nowhere.safetensors")
     assert caught.value.argument == "ip_adapter"
-    with pytest.raises(canvax.InputError, match="ip_adapter=3"):
-        base.with_ip_adapter(3)  # type: ignore[arg-type]
 
 
 def test_encoders(base: canvax.Pipeline, root: Path, tmp_path: Path) -> None:
@@ -468,8 +431,7 @@ def test_the_page_runs(base: canvax.Pipeline, root: Path, monkeypatch: pytest.Mo
 FROM_HUB = """
 import json, sys
 import canvax, jax
-from canvax.parallel.mesh import make_mesh
-pipe = canvax.load(sys.argv[1], mesh=one_device())
+pipe = canvax.load(sys.argv[1], mesh=canvax.make_mesh(jax.devices()[:1]))
 answers = []
 for file, encoder in json.load(sys.stdin):
     try:

@@ -386,15 +386,9 @@ def test_parameters_that_do_not_fit(emoji: canvax.Pipeline) -> None:
     params = emoji.params
     assert params is not None
     unet = dict(params["unet"])
-    for given in (
-        {},
-        {"unet": unet},
-        {**params, "unet": {**unet, "conv_in": {"weight": unet["conv_in"]["weight"][..., :2], "bias": 1}}},
-        {**params, "unet": 5},
-        5,
-    ):
-        with refused("params"):
-            draw(emoji, "a cat", params=given)
+    other = {"weight": unet["conv_in"]["weight"][..., :2], "bias": 1}
+    with refused("params"):
+        draw(emoji, "a cat", params={**params, "unet": {**unet, "conv_in": other}})
     bias = jax.device_put(np.asarray(unet["conv_in"]["bias"]), unet["conv_in"]["bias"].sharding)
     params = {**params, "unet": {**unet, "conv_in": {**unet["conv_in"], "bias": bias}}}
     draw(emoji, "a cat", params=params)

@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import canvax
 from canvax import nn
-from canvax.cli import BAD_INPUT, main
+from canvax.cli import main
 from canvax.families.known import PRESETS
-from canvax.images.metadata import read_metadata
 from canvax.kernels.target import compiling_for
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import device_bytes
@@ -285,17 +284,8 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 @pytest.mark.weekly
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", "a cat", "--quantize", "int8", "--steps", "2", "-o", "a.png", "-q"]) == 0
-    assert read_metadata("a.png")["quantize"] == "int8"
-    assert main(["generate", "--from-image", "a.png", "-o", "b.png", "-q"]) == 0
-    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
-    capsys.readouterr()
-    assert main(["info", "a.png"]) == 0
-    assert "--quantize int8" in capsys.readouterr().out
     assert main(["info", "emoji", "--memory", "--quantize", "int8"]) == 0
     assert "float32 with int8 weights" in capsys.readouterr().out
     assert main(["info", "emoji", "--memory", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert max(memory["programs"].values()) + memory["components"]["vae"] < memory["streamed"] < memory["total"]
-    assert main(["generate", "a cat", "--quantize", "4bit", "-q"]) == BAD_INPUT
-    assert "--quantize" in capsys.readouterr().err

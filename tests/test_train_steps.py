@@ -235,13 +235,6 @@ def test_a_step_is_looked_at_before_anything_is_written(step: Any, argument: str
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_a_step() -> None:
-    for argument, changes in {"optimizer": {"optimizer": 0.1}, "average": {"average": 1.0}, "loss": {"loss": None},
-                              "accumulate": {"accumulate": 0}}.items():  # fmt: skip
-        with refused(argument):
-            make_step(**{"loss": distance, "optimizer": optax.sgd(0.1), **changes})
-
-
 def test_pace_and_time_left_are_without_compiling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,17 +340,6 @@ def test_schedule_free_gives_its_average(tmp_path: Path) -> None:
 
 def distance_of_matrix(p: Any, samples: Any, shared: Any, key: Any) -> Any:
     return jnp.square(p["w"] + 1.0).mean(), {}
-
-
-@pytest.mark.parametrize("name", ["final", "average"])
-def test_schedule_free_has_no_schedule(name: str) -> None:
-    with refused(name):
-        Plan(1, 1, optimizer="schedule-free", **{"final": 1.0, "average": 0.0, name: 0.5})
-
-
-def test_prodigy_wants_a_factor() -> None:
-    with refused("learning_rate"):
-        Plan(1, 1, 1e-4, optimizer="prodigy")
 
 
 def test_a_step_that_does_not_fit_is_made_lighter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
