@@ -870,10 +870,10 @@ def _features(
     say(store.progress(missing, names, "texts"))
     if missing:
         if params is None:
-            _, _, params = open_model(training.model, weights=files.text.names, **opened)
+            _, _, read_now = open_model(training.model, weights=files.text.names, **opened)
         else:
-            params = cast({name: params[name] for name in files.text.names}, dtype)
-        params = jax.device_put({name: params[name] for name in files.text.names}, replicated(mesh))
+            read_now = cast({name: params[name] for name in files.text.names}, dtype)
+        weights = jax.device_put({name: read_now[name] for name in files.text.names}, replicated(mesh))
 
         def form(i: int) -> Hashable:
             return (*(leaf.shape for leaf in jax.tree.leaves(read[i])), seeing.get(i))
@@ -881,7 +881,7 @@ def _features(
         for part in in_batches(missing, form):
             whole = [inputs(*wanted[i], views(wanted[i][0])) if i in seeing else read[i] for i in part]
             stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *whole)
-            features = encode_captions(params, stacked, seeing.get(part[0], files.text), mesh)
+            features = encode_captions(weights, stacked, seeing.get(part[0], files.text), mesh)
             rows = [{key: array[i] for key, array in features.items()} for i in range(len(part))]
             keep(store, [names[i] for i in part], rows, mesh)
     name = dict(zip(wanted, names, strict=True))
