@@ -174,7 +174,7 @@ def test_keys_in_a_file_that_others_can_read(
     assert "others on this machine" not in told
     monkeypatch.setenv("CANVAX_KEYS", KEY)
     told = refused(capsys)
-    assert "CANVAX_KEYS: is not id:key" in told
+    assert "CANVAX_KEYS, line 1: is not id:key" in told
     assert KEY not in told
 
 

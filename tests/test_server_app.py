@@ -442,7 +442,7 @@ def keys_in(tmp_path: Path, text: str, encoding: str = "utf-8") -> Keys | None:
 
 def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.sha256(BOB.encode()).hexdigest()
-    text = f"# ours\n\nalice: {ALICE}  # the first\r\nbob:sha256:{digest.upper()}\ncarol:with#hash-and:colon\n"
+    text = f"# ours, and theirs\n\nalice: {ALICE}  # the first\r\nbob:sha256:{digest.upper()}\ncarol:with#hash-and:colon\n"
     keys = keys_in(tmp_path, text, "utf-8-sig")
     assert keys is not None
     assert keys.client("", ALICE) == "alice"
@@ -457,6 +457,10 @@ def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     alone = Keys.read(None)
     assert alone is not None
     assert alone.client("", ALICE) is None
+    monkeypatch.setenv("CANVAX_KEYS", text)  # as a Secret of that file
+    alone = Keys.read(None)
+    assert alone is not None
+    assert [alone.client("", key) for key in (ALICE, BOB, "with#hash-and:colon")] == ["alice", "bob", "carol"]
     monkeypatch.delenv("CANVAX_KEYS")
     assert Keys.read(None) is None
 
