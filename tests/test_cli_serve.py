@@ -30,7 +30,7 @@ def nothing_starts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: 
     """Errors come before any model is loaded."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CANVAX_KEYS", raising=False)
-    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
+    monkeypatch.setattr("canvax.server.logs.log_to_stderr", lambda quiet: None)  # of this process, for good
     monkeypatch.setattr("canvax.cli.serve._GPU", tmp_path / "no gpu")
     monkeypatch.setattr("canvax.cli.serve.shutil.which", lambda name: None)
     if "slow" not in request.keywords:

@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from canvax.server.engine import ImageEngine
     from canvax.server.journal import Journal
     from canvax.server.keys import Keys
+    from canvax.server.logs import log_to_stderr
     from canvax.server.metrics import Metrics
     from canvax.weights.cast import parse_dtype
 
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if arguments.compile_only:
         return _compile(list(names), settings, load, _devices(mesh), quiet=arguments.quiet)
     with listen(arguments.host, arguments.port, spare=opens_page) as listener, _errors_logged(arguments):
-        _log_to_stderr(quiet=arguments.quiet or opens_page)
+        log_to_stderr(quiet=arguments.quiet or opens_page)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
         if not opens_page and not sys.stderr.isatty():  # for programs every line is JSON
             log = logging.getLogger("canvax.server")  # with --quiet, warnings and errors only
@@ -408,18 +409,6 @@ def _errors_logged(arguments: argparse.Namespace) -> Iterator[None]:
             raise
         log.error(" ".join(error.format(arguments.write).split()) if isinstance(error, InputError) else str(error))
         raise SystemExit(BAD_INPUT if isinstance(error, InputError) else FAILED) from None
-
-
-def _log_to_stderr(*, quiet: bool) -> None:
-    from canvax.server.logs import JsonLines, Stderr
-
-    handler = Stderr()
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("canvax.server")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # canvax logs what matters, with its id
 
 
 def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:
