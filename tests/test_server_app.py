@@ -442,7 +442,7 @@ def keys_in(tmp_path: Path, text: str, encoding: str = "utf-8") -> Keys | None:
 
 def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.sha256(BOB.encode()).hexdigest()
-    text = f"# ours, and theirs\n\nalice: {ALICE}  # the first\r\nbob:sha256:{digest.upper()}\ncarol:with#hash-and:colon\n"
+    text = f"# a, b\n\nalice: {ALICE}  # the first\r\nbob:sha256:{digest.upper()}\ncarol:with#hash-and:colon\n"
     keys = keys_in(tmp_path, text, "utf-8-sig")
     assert keys is not None
     assert keys.client("", ALICE) == "alice"

@@ -442,7 +442,7 @@ class ImageEngine:
     def _may_begin(self, items: Sequence[Item]) -> Sequence[Item]:
         """Filter images as ``may_begin``. A job that killed an earlier process begins after the journal's other jobs,
         and alone."""
-        self._suspects = [job for job in self._suspects if job.attempts and not job.status.over]
+        self._suspects = [job for job in self._suspects if job.attempts and not job.over]
         items = [item for item in items if not self._models.lacks(item)]
         waiting = [item.job for item in items if item.job.attempts]
         if not self._suspects:
