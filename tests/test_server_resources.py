@@ -30,7 +30,7 @@ from canvax.server.models import ServedModel, model_names
 from canvax.server.work import check
 from tests.support.drawing import small_emoji
 from tests.support.server_stub import CARD, StubEngine, accept
-from tests.support.serving import events, request, until, web
+from tests.support.serving import counted, events, request, until, web
 
 PIPE = small_emoji()
 MODEL = PIPE.model
@@ -224,6 +224,16 @@ def test_a_job_that_goes_on_after_a_restart_is_no_failure(
         assert one.status is (Status.QUEUED if journal else Status.FAILED)
         assert f'canvax_jobs_total{{model="emoji",outcome="{outcome}"}} 1.0' in book._metrics.text().decode()
         assert json.loads(caplog.messages[-1])["outcome"] == outcome
+
+
+def test_a_deadline_of_a_client_is_no_failure() -> None:
+    """No alert of the operator."""
+    with booked(None) as book:
+        accept(book, one := job_of(JobRequest("x", seconds=1.0)))
+        one.created -= 2.0
+        book.expire()
+        assert (one.status, one.error and one.error[0]) == (Status.FAILED, "timeout")
+        assert counted(book._metrics, "canvax_jobs_total") == {("emoji", "expired"): 1}
 
 
 @pytest.mark.parametrize(

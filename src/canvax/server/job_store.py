@@ -27,6 +27,9 @@ KEPT_BYTES = 512 << 20
 PASSING = ("server_error", "out_of_memory", "draining", "model_unavailable")
 """Codes of failures after which a second try may succeed."""
 
+_TIMEOUT = "timeout"
+"""Code of a job whose client's deadline passed: no failure of the server."""
+
 MOST_ATTEMPTS = 2
 """Processes that may be killed while they work on a job; then it fails."""
 
@@ -259,7 +262,8 @@ class JobStore:
             self._over[job.id] = time.monotonic(), job  # before it leaves the others: ``get`` looks there first
             for jobs in (self._open, self._limited, self._held):
                 jobs.pop(job.id, None)
-            outcome = "parked" if parked else str(status)
+            expired = job.error and job.error[0] == _TIMEOUT
+            outcome = "parked" if parked else "expired" if expired else str(status)
             self._metrics.over(job.model, outcome, time.time() - job.created)
             log.info(json.dumps(self._line(job, outcome)))
             self._ended(job)
@@ -279,7 +283,7 @@ class JobStore:
                     self.fail(job, refused.code, refused.message)
             for job in list(self._limited.values()):
                 if now - job.created > (job.request.seconds or 0):
-                    self.fail(job, "timeout", f"the images were not done within {job.request.seconds:g} s")
+                    self.fail(job, _TIMEOUT, f"the images were not done within {job.request.seconds:g} s")
 
     def until_late(self) -> float | None:
         """Return the seconds until ``expire`` has something to do; None if it never has."""
