@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import math
+import os
 import re
 import shutil
 import signal
@@ -52,6 +53,9 @@ _MOST_LINES = 5
 """The most lines about files that are left out, at the start."""
 _LEAST_BODY = 1 << 10
 """The smallest limit for the bytes of a request."""
+
+_PAUSE = 0.2
+"""Seconds between two looks at the state of the server."""
 
 _GPU = Path("/dev/nvidia0")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -433,25 +437,35 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
     web = threading.Thread(target=server.run, args=([listener],), name="canvax web", daemon=True)
     web.start()
     while web.is_alive() and not signals and engine.failure is None:
-        web.join(0.2)
+        web.join(_PAUSE)
+        tell_watchdog(engine.state)
     if signals:
         say(f"{signal.Signals(signals[0]).name}: finishing what was accepted; again to stop at once")
         draining = threading.Thread(target=engine.drain, args=(drain,), daemon=True)
         draining.start()
         began = time.monotonic()
         while draining.is_alive() and len(signals) < 2:
-            draining.join(0.2)
+            draining.join(_PAUSE)
+            tell_watchdog(engine.state)
         # Answers may still be on their way to slow readers: for 5 s, or 1 s after the end of the drain.
         config.timeout_graceful_shutdown = max(1, min(5, int(began + drain - time.monotonic())))
     server.should_exit = True
     while web.is_alive() and len(signals) < 2:
-        web.join(0.2)
+        web.join(_PAUSE)
     engine.close(1.0)
     for number, handler in before.items():
         signal.signal(number, handler)
     if engine.failure is not None:
         known = isinstance(engine.failure, CanvaxError)
         raise engine.failure if known else CanvaxError(f"the server failed: {engine.failure}")
+
+
+def tell_watchdog(state: str) -> None:
+    """Tell systemd, if it runs the server with WatchdogSec, that ``/health`` answers 200, as sd_notify does."""
+    if (path := os.environ.get("NOTIFY_SOCKET")) and state != "failed":
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.setblocking(False)
+            out.sendto(b"WATCHDOG=1", path.replace("@", "\0", 1) if path.startswith("@") else path)
 
 
 def _open_page(address: tuple[str, int], url: str, say: Callable[[str], None]) -> None:

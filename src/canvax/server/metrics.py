@@ -49,6 +49,8 @@ class Metrics:
             _made(Histogram, registry, buckets=_SECONDS),
         )
         gauge("canvax_build_info", "The version that runs.", ["version"]).labels(__version__).set(1)
+        self.healthy = gauge("canvax_healthy", "0 while /health answers 503, else 1.")
+        self.ready = gauge("canvax_ready", "0 while /ready answers 503, else 1.")
         self._requests = count("canvax_requests_total", "HTTP requests.", ["route", "status"])
         self._request_seconds = time("canvax_request_seconds", "From a request to the end of its answer.", ["route"])
         self.submitted = count("canvax_jobs_accepted_total", "Jobs that were accepted.", ["model"])
