@@ -256,6 +256,29 @@ def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
 
 
 @slow
+def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
+    """Without keys it is a SIGTERM."""
+    file = tmp_path / "keys.txt"
+    file.touch(0o600)
+    file.write_text(f"alice:{KEY}\n")
+    with serving("--keys", str(file), cwd=tmp_path) as served, served.ready() as http:
+        file.write_text(f"bob:{KEY[::-1]}\n")
+        served.send(signal.SIGHUP)
+        until(lambda: "read again" in served.said)
+        file.write_text("bob:short\n")
+        served.send(signal.SIGHUP)
+        until(lambda: "former keys" in served.said)
+        for key, status in ((KEY, 401), (KEY[::-1], 200)):
+            assert http.get("/api/models", headers={"X-API-Key": key}).status_code == status
+        served.send(signal.SIGTERM)
+        assert served.ended() == 0
+    with serving("--no-keys", cwd=tmp_path) as served, served.ready():
+        served.send(signal.SIGHUP)
+        assert served.ended() == 0
+        assert "SIGHUP: finishing" in served.said
+
+
+@slow
 @pytest.mark.weekly
 def test_a_second_signal_ends_at_once_and_jobs_are_told(tmp_path: Path) -> None:
     with serving("--drain-seconds", "600", cwd=tmp_path) as served, served.ready() as http:

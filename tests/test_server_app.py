@@ -465,6 +465,21 @@ def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert Keys.read(None) is None
 
 
+def test_keys_are_read_again(tmp_path: Path) -> None:
+    """A file that is wrong changes nothing: a server does not lose its clients by a slip."""
+    keys = keys_in(tmp_path, f"alice:{ALICE}\n")
+    assert keys is not None
+    keys_in(tmp_path, f"bob:{BOB}\n")
+    assert [keys.client("", key) for key in (ALICE, BOB)] == ["alice", None]
+    keys.reread()
+    assert [keys.client("", key) for key in (ALICE, BOB)] == [None, "bob"]
+    for text in ("", "bob"):
+        (tmp_path / "keys.txt").write_text(text)
+        with pytest.raises(InputError):
+            keys.reread()
+        assert [keys.client("", key) for key in (ALICE, BOB)] == [None, "bob"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from canvax.compile.aot import Build
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.server.engine import EngineSettings, ImageEngine
+    from canvax.server.keys import Keys
 
 PORT = 7860
 MOST = 1e9
@@ -153,7 +154,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         engine.start()
         if opens_page:
             threading.Thread(target=_open_page, args=((host, port), url, say), daemon=True).start()
-        answer(app, listener, engine, arguments.drain_seconds, say)
+        answer(app, listener, engine, arguments.drain_seconds, say, keys)
 
 
 def _compile(
@@ -415,8 +416,16 @@ def _errors_logged(arguments: argparse.Namespace) -> Iterator[None]:
         raise SystemExit(BAD_INPUT if isinstance(error, InputError) else FAILED) from None
 
 
-def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:
-    """Answer until a signal, then finish what was accepted; a second signal ends at once."""
+def answer(
+    app: Any,
+    listener: socket.socket,
+    engine: ImageEngine,
+    drain: float,
+    say: Callable[[str], None],
+    keys: Keys | None = None,
+) -> None:
+    """Answer until a signal, then finish what was accepted; a second signal ends at once. With keys SIGHUP reads them
+    again instead."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -432,7 +441,19 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
         if len(signals) > 1:
             server.force_exit = server.should_exit = True
 
+    def hung_up(number: int, frame: Any) -> None:
+        if keys is None:
+            return heard(number, frame)
+        try:
+            keys.reread()
+            say("SIGHUP: the keys were read again")
+        except InputError as error:
+            logging.getLogger("canvax.server").error("SIGHUP: the former keys stay: %s", error)
+
     before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Not on Windows, and not where nohup has it ignored.
+    if hasattr(signal, "SIGHUP") and (keys or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN):
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hung_up)
     # In a separate thread, where uvicorn leaves signals alone.
     web = threading.Thread(target=server.run, args=([listener],), name="canvax web", daemon=True)
     web.start()

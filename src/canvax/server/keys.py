@@ -31,10 +31,20 @@ class Keys:
 
     Args:
         digests: id of each key -> SHA-256 of the key.
+        file: where they come from; None for the variable alone.
     """
 
-    def __init__(self, digests: dict[str, bytes]) -> None:
-        self._digests = digests
+    def __init__(self, digests: dict[str, bytes], file: Path | None = None) -> None:
+        self._digests, self._file = digests, file
+
+    def reread(self) -> None:
+        """Read the file and the variable again, as ``read``. After an error the former keys stay.
+
+        Raises:
+            InputError: as ``read``.
+        """
+        again = self.read(self._file)
+        self._digests = again._digests if again else self._digests
 
     @classmethod
     def read(cls, file: Path | None) -> Self | None:
@@ -66,7 +76,7 @@ class Keys:
         for number, line in _lines(os.environ.get("CANVAX_KEYS", "")):
             for part in filter(None, map(str.strip, line.split(","))):
                 _add(digests, part, f"CANVAX_KEYS, line {number}")
-        return cls(digests) if digests else None
+        return cls(digests, file) if digests else None
 
     def client(self, authorization: str, key: str) -> str | None:
         """Return the id of the key in the headers Authorization or X-API-Key; None if no key is right.
