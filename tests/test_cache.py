@@ -868,7 +868,7 @@ def test_a_start_after_compile_only_compiles_nothing(
     monkeypatch.setattr(Programs, "_compile", instant)
     monkeypatch.setattr(ServedModel, "time", lambda *_: None)  # these programs compute nothing
     monkeypatch.setattr(Group, "summary", lambda _: "")
-    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)
+    monkeypatch.setattr("canvax.server.logs.log_to_stderr", lambda quiet: None)
     monkeypatch.setattr(ImageEngine, "start", begin)
     flags = ["serve", "emoji", "--warm", "64x64:1,16", "--chunks", "1", "2", "--lora-dir", str(tmp_path), "-q"]
     assert main([*flags, "--compile-only"]) == 0

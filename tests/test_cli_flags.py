@@ -107,7 +107,7 @@ def test_no_flag_takes_what_it_cannot_have(
     for name in WORK:
         monkeypatch.setattr(name, lambda *_, **__: (_ for _ in ()).throw(TooLateError))
     monkeypatch.setattr("canvax.planning.plan.compiler_version", lambda _: {})
-    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)
+    monkeypatch.setattr("canvax.server.logs.log_to_stderr", lambda quiet: None)
     parser = arguments.build_parser()
     monkeypatch.setattr(arguments, "build_parser", lambda: parser)
     given = commands(tmp_path)

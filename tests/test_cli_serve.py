@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import stat
@@ -16,9 +17,10 @@ import pytest
 
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
-from canvax.cli.serve import byte_count, run
+from canvax.cli.serve import byte_count, run, tell_watchdog
 from canvax.errors import InputError
 from canvax.images.metadata import read_metadata
+from canvax.server.jobs import State
 from tests.support.serve_process import serving
 from tests.support.serving import until
 
@@ -30,7 +32,7 @@ def nothing_starts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: 
     """Errors come before any model is loaded."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CANVAX_KEYS", raising=False)
-    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
+    monkeypatch.setattr("canvax.server.logs.log_to_stderr", lambda quiet: None)  # of this process, for good
     monkeypatch.setattr("canvax.cli.serve._GPU", tmp_path / "no gpu")
     monkeypatch.setattr("canvax.cli.serve.shutil.which", lambda name: None)
     if "slow" not in request.keywords:
@@ -174,8 +176,27 @@ def test_keys_in_a_file_that_others_can_read(
     assert "others on this machine" not in told
     monkeypatch.setenv("CANVAX_KEYS", KEY)
     told = refused(capsys)
-    assert "CANVAX_KEYS: is not id:key" in told
+    assert "CANVAX_KEYS, line 1: is not id:key" in told
     assert KEY not in told
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_hears_from_a_healthy_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, abstract: bool
+) -> None:
+    name = f"@canvax-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name.replace("@", "\0"))
+        systemd.settimeout(0.1)
+        tell_watchdog(State.READY)  # no systemd
+        monkeypatch.setenv("NOTIFY_SOCKET", name)
+        tell_watchdog(State.FAILED)
+        with pytest.raises(TimeoutError):
+            systemd.recv(64)
+        for state in (State.STARTING, State.READY, State.DRAINING):
+            tell_watchdog(state)
+            assert systemd.recv(64) == b"WATCHDOG=1"
+    tell_watchdog(State.READY)  # systemd is gone
 
 
 def test_a_journal_that_another_server_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +224,11 @@ slow = pytest.mark.slow
 
 @slow
 def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
-    with serving(cwd=tmp_path, environment={"CANVAX_KEYS": f"alice:{KEY}"}) as served, served.ready() as http:
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.bind(str(tmp_path / "notify"))
+    environment = {"CANVAX_KEYS": f"alice:{KEY}", "NOTIFY_SOCKET": str(tmp_path / "notify")}
+    with systemd, serving(cwd=tmp_path, environment=environment) as served, served.ready() as http:
+        assert systemd.recv(64) == b"WATCHDOG=1"
         http.headers["X-API-Key"] = KEY
         body = {"prompt": "a zebra", "n": 2, "steps": 100, "seed": 1}
         job = http.post("/api/jobs", json=body, headers={"x-request-id": "mine"}).json()
@@ -228,6 +253,29 @@ def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
         mine = next(line for line in lines if line.get("id") == "mine")
         assert (mine["path"], mine["status"], mine["client"]) == ("/api/jobs", 202, "alice")
         assert next(line for line in lines if "outcome" in line)["outcome"] == "done"
+
+
+@slow
+def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
+    """Without keys it is a SIGTERM."""
+    file = tmp_path / "keys.txt"
+    file.touch(0o600)
+    file.write_text(f"alice:{KEY}\n")
+    with serving("--keys", str(file), cwd=tmp_path) as served, served.ready() as http:
+        file.write_text(f"bob:{KEY[::-1]}\n")
+        served.send(signal.SIGHUP)
+        until(lambda: "read again" in served.said)
+        file.write_text("bob:short\n")
+        served.send(signal.SIGHUP)
+        until(lambda: "former keys" in served.said)
+        for key, status in ((KEY, 401), (KEY[::-1], 200)):
+            assert http.get("/api/models", headers={"X-API-Key": key}).status_code == status
+        served.send(signal.SIGTERM)
+        assert served.ended() == 0
+    with serving("--no-keys", cwd=tmp_path) as served, served.ready():
+        served.send(signal.SIGHUP)
+        assert served.ended() == 0
+        assert "SIGHUP: finishing" in served.said
 
 
 @slow

@@ -126,7 +126,7 @@ def test_wording(
     (empty := tmp_path / "empty").mkdir()
     monkeypatch.chdir(empty)
     monkeypatch.delenv("CANVAX_KEYS", raising=False)
-    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
+    monkeypatch.setattr("canvax.server.logs.log_to_stderr", lambda quiet: None)  # of this process, for good
     monkeypatch.setattr("canvax.server.engine.ImageEngine.start", None)  # errors come before a model is loaded
     golden, lines = GOLDEN.read_text().splitlines(), []
     for source in (line for line in golden if line and not line.startswith(" ")):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -219,6 +221,42 @@ def test_imagine() -> None:
         for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
             assert http.get("/imagine?prompt=x", headers={"Sec-Fetch-Site": site}).status_code == status
         assert http.get("/imagine?prompt=x", headers={"Host": "evil.example"}).status_code in (403, 421)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status"), [({}, 200), ({"replicas": 1, "most": 9}, 200), ({"replicas": 2}, 404), ({"most": 2}, 404)]
+)
+def test_metrics_of_several_replicas(
+    wanted: dict[str, int], status: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A scrape would reach another replica each time. Each replica writes the server's log."""
+    import httpx2 as httpx
+
+    from canvax.scale.serve import Images, ServeArgs
+    from canvax.server.jobs import State
+    from tests.support.server_stub import StubEngine
+    from tests.support.serving import served
+
+    class Replica(Images):
+        def __del__(self) -> None:  # type: ignore[override]
+            pass
+
+    engine = StubEngine()
+    engine.start, engine.state, engine.failure = lambda: None, State.READY, None  # type: ignore[attr-defined]
+    monkeypatch.setattr("canvax.scale.serve.ImageEngine", lambda *_: engine)
+    log = logging.getLogger("canvax.server")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    level = log.level
+    replica = Replica.__new__(Replica)
+    try:
+        asyncio.run(replica.__init__(ServeArgs(**wanted)))  # type: ignore[misc]
+        with served(replica.__serve_build_asgi_app__()) as base, httpx.Client(base_url=base) as http:
+            assert http.get("/metrics").status_code == status
+    finally:
+        log.setLevel(level)
+    (line,) = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (line["path"], line["status"]) == ("/metrics", status)
 
 
 def test_actors_load_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

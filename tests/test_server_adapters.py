@@ -336,7 +336,7 @@ def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     """A server that has none says so, and flags are checked before anything is loaded."""
     from canvax.cli import main
 
-    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
+    monkeypatch.setattr("canvax.server.logs.log_to_stderr", lambda quiet: None)  # of this process, for good
 
     model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
     with pytest.raises(Rejected, match="offers none; it was started without --lora-dir"):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ def test_a_job_that_is_recorded_has_its_room(settings: dict[str, Any], request_:
         assert outcomes([first]) == [engine.jobs()[0].id]
         assert engine._images() == request_.n
         assert code_of(engine, request_) == "queue_full"
+
+
+def test_a_client_without_jobs_is_not_shut_out() -> None:
+    """By another with many: twice the room is for it. Clients without keys are one client."""
+    with started(queue_images=2) as engine:
+        for _ in range(2):
+            engine.submit(JobRequest("a lemon", client="alice"))
+        for client in ("alice", ""):
+            assert code_of(engine, JobRequest("a lemon", client=client)) == "queue_full"
+        engine.submit(JobRequest("a lemon", client="bob"))
+        assert code_of(engine, JobRequest("a lemon", client="bob")) == "queue_full"
+        assert code_of(engine, JobRequest("a lemon", client="carol", n=2)) == "queue_full"
+        engine._settings = replace(engine._settings, queue_images=99, queue_seconds=engine._seconds())
+        assert code_of(engine, JobRequest("a lemon", client="alice")) == "queue_full"
+        engine.submit(JobRequest("a lemon", client="carol"))
 
 
 def test_images_of_a_job_that_is_recorded_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -442,7 +442,7 @@ def keys_in(tmp_path: Path, text: str, encoding: str = "utf-8") -> Keys | None:
 
 def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.sha256(BOB.encode()).hexdigest()
-    text = f"# ours\n\nalice: {ALICE}  # the first\r\nbob:sha256:{digest.upper()}\ncarol:with#hash-and:colon\n"
+    text = f"# a, b\n\nalice: {ALICE}  # the first\r\nbob:sha256:{digest.upper()}\ncarol:with#hash-and:colon\n"
     keys = keys_in(tmp_path, text, "utf-8-sig")
     assert keys is not None
     assert keys.client("", ALICE) == "alice"
@@ -457,8 +457,27 @@ def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     alone = Keys.read(None)
     assert alone is not None
     assert alone.client("", ALICE) is None
+    monkeypatch.setenv("CANVAX_KEYS", text)  # as a Secret of that file
+    alone = Keys.read(None)
+    assert alone is not None
+    assert [alone.client("", key) for key in (ALICE, BOB, "with#hash-and:colon")] == ["alice", "bob", "carol"]
     monkeypatch.delenv("CANVAX_KEYS")
     assert Keys.read(None) is None
+
+
+def test_keys_are_read_again(tmp_path: Path) -> None:
+    """A file that is wrong changes nothing: a server does not lose its clients by a slip."""
+    keys = keys_in(tmp_path, f"alice:{ALICE}\n")
+    assert keys is not None
+    keys_in(tmp_path, f"bob:{BOB}\n")
+    assert [keys.client("", key) for key in (ALICE, BOB)] == ["alice", None]
+    keys.reread()
+    assert [keys.client("", key) for key in (ALICE, BOB)] == [None, "bob"]
+    for text in ("", "bob"):
+        (tmp_path / "keys.txt").write_text(text)
+        with pytest.raises(InputError):
+            keys.reread()
+        assert [keys.client("", key) for key in (ALICE, BOB)] == [None, "bob"]
 
 
 @pytest.mark.parametrize(

@@ -311,11 +311,17 @@ HOSTS = [
 @pytest.mark.parametrize("host", HOSTS)
 def test_names_of_others(site: Web, host: str) -> None:
     name = host.replace("PORT", str(site.address[1]))
-    for path in ("/", "/health", "/api/models", "/metrics", "/static/main.js"):
+    for path in ("/", "/api/models", "/metrics", "/static/main.js"):
         answer = site.raw(request(name, f"GET {path} HTTP/1.1", "Connection: close"))
         assert status_of(answer) in (421, 400), path
         assert b"canvax_" not in answer
         assert b"<html" not in answer
+
+
+@pytest.mark.parametrize(("path", "answer"), [("/health", '{"status":"ok"}'), ("/ready", '{"status":"ready"}')])
+def test_probes_of_any_host(site: Web, path: str, answer: str) -> None:
+    """A kubelet sends the address of the pod. The answer is the same for everyone."""
+    assert site.raw(request("10.1.2.3:7860", f"GET {path} HTTP/1.1", "Connection: close")).endswith(answer.encode())
 
 
 RAW_HOSTS = {
@@ -346,7 +352,8 @@ def test_names_in_other_headers_change_nothing(site: Web) -> None:
     assert answer.status_code == 202
     assert answer.headers["location"].startswith("/api/jobs/")
     assert "evil" not in str(answer.headers) + answer.text
-    assert site.raw(request("evil.example", "GET /health HTTP/1.1", f"X-Forwarded-Host: {site.host}"))[9:12] == b"421"
+    forwarded = request("evil.example", "GET /api/models HTTP/1.1", f"X-Forwarded-Host: {site.host}")
+    assert status_of(site.raw(forwarded)) == 421
 
 
 # Ways out of folders and into other people's things.

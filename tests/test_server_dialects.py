@@ -149,7 +149,11 @@ def replayed(http: TestClient, engine: StubEngine, entry: Mapping[str, Any]) -> 
     for job in engine.jobs():
         job.cancel()
     asked = [
-        {name: plain(value) for name, value in vars(request).items() if value not in (DEFAULTS.get(name), {})}
+        {
+            name: plain(value)
+            for name, value in vars(request).items()
+            if name != "awaited" and value not in (DEFAULTS.get(name), {})
+        }
         for request in engine.asks
     ]
     for request in engine.asks:

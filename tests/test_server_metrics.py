@@ -20,6 +20,8 @@ from tests.support.serving import counted
 
 SERIES = {
     "canvax_build_info": ("gauge", {"version"}),
+    "canvax_healthy": ("gauge", set()),
+    "canvax_ready": ("gauge", set()),
     "canvax_requests_total": ("counter", {"route", "status"}),
     "canvax_request_seconds": ("histogram", {"route"}),
     "canvax_jobs_accepted_total": ("counter", {"model"}),
@@ -127,6 +129,13 @@ def test_codes_are_on_the_page() -> None:
     assert not {code for code in codes if f"`{code}`" not in page.partition("## Errors")[2].partition("\n## ")[0]}
 
 
+@pytest.mark.parametrize("state", State)
+def test_gauges_are_what_probes_answer(state: State) -> None:
+    create_app(StubEngine(), Settings(), state=lambda: state, metrics=(metrics := Metrics()))
+    found = [counted(metrics, f"canvax_{name}")[()] for name in ("healthy", "ready")]
+    assert found == [state is not State.FAILED, state is State.READY]
+
+
 def test_alerts_watch_series_that_are_there() -> None:
     """Every metric of the alerts is served from the start, with the labels that they name."""
     metrics = Metrics()
@@ -137,6 +146,6 @@ def test_alerts_watch_series_that_are_there() -> None:
     served = [one for family in text_string_to_metric_families(metrics.text().decode()) for one in family.samples]
     rules = (Path(__file__).parent.parent / "deploy/prometheus/rules.yaml").read_text()
     watched = re.findall(r'((?:canvax|process)_\w+)(?:\{(\w+)="(\w+)"\})?', rules)
-    assert len({name for name, *_ in watched}) == 8
+    assert len({name for name, *_ in watched}) == 10
     for name, label, value in watched:
         assert any(one.name == name and one.labels.get(label, "") == value for one in served), name

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from canvax.server.models import ServedModel, model_names
 from canvax.server.work import check
 from tests.support.drawing import small_emoji
 from tests.support.server_stub import CARD, StubEngine, accept
-from tests.support.serving import request, until, web
+from tests.support.serving import counted, events, request, until, web
 
 PIPE = small_emoji()
 MODEL = PIPE.model
@@ -220,9 +221,79 @@ def test_a_job_that_goes_on_after_a_restart_is_no_failure(
     with booked(tmp_path / "jobs.db" if journal else None) as book:
         accept(book, one := job_of())
         book.fail(one, "draining", "", resumes=True)
-        assert one.status is Status.FAILED
+        assert one.status is (Status.QUEUED if journal else Status.FAILED)
         assert f'canvax_jobs_total{{model="emoji",outcome="{outcome}"}} 1.0' in book._metrics.text().decode()
         assert json.loads(caplog.messages[-1])["outcome"] == outcome
+
+
+def test_a_deadline_of_a_client_is_no_failure() -> None:
+    """No alert of the operator."""
+    with booked(None) as book:
+        accept(book, one := job_of(JobRequest("x", seconds=1.0)))
+        one.created -= 2.0
+        book.expire()
+        assert (one.status, one.error and one.error[0]) == (Status.FAILED, "timeout")
+        assert counted(book._metrics, "canvax_jobs_total") == {("emoji", "expired"): 1}
+
+
+@pytest.mark.parametrize(
+    ("job_request", "outlives"),
+    [
+        (JobRequest("x"), True),
+        (JobRequest("x", awaited=True), False),
+        (JobRequest("x", awaited=True, once="k"), True),
+    ],
+)
+def test_only_jobs_that_a_client_can_ask_for_outlive_a_server(
+    tmp_path: Path, job_request: JobRequest, *, outlives: bool
+) -> None:
+    """By their id or their key. Others fail, and are not done again for no client."""
+    with booked(tmp_path / "jobs.db") as book:
+        accept(book, one := job_of(job_request))
+        book.fail(one, "draining", "", resumes=True)
+        assert (one.parked, one.status, bool(one.error)) == (
+            outlives, Status.QUEUED if outlives else Status.FAILED, not outlives,
+        )  # fmt: skip
+        book._keep = -1.0
+        book.forget()  # nobody asks this process for it, and the journal keeps it
+    with booked(tmp_path / "jobs.db") as book:
+        assert [job.id for job in book.recover(lambda job: None)] == [one.id] * outlives
+
+
+def test_a_parked_job_can_be_cancelled(tmp_path: Path) -> None:
+    with booked(tmp_path / "jobs.db") as book:
+        accept(book, one := job_of())
+        book.fail(one, "draining", "", resumes=True)
+        book.end(one, Status.CANCELLED)
+    with booked(tmp_path / "jobs.db") as book:
+        assert list(book.recover(lambda job: None)) == []
+        assert [job.status for _, job in book._over.values()] == [Status.CANCELLED]
+
+
+def test_clients_of_a_stopped_server(tmp_path: Path) -> None:
+    """The stream of a job ends without an end of the job. A request that waits is refused, for another try."""
+    body, key = {"prompt": "a red apple"}, {"Idempotency-Key": "k"}
+    with web() as site, booked(tmp_path / "jobs.db") as site.engine.book, ThreadPoolExecutor() as threads:
+        with site.engine.paused():
+            job = site.submit()
+            texts = [
+                threads.submit(site.http.get, f"/api/jobs/{job['id']}/events"),
+                threads.submit(site.http.post, "/v1/images/generations", json=body, headers=key),
+                threads.submit(site.http.post, "/v1/images/generations", json=body),
+                threads.submit(site.http.post, "/sdapi/v1/txt2img", json=body),
+                threads.submit(site.http.post, "/models/stub", json={"inputs": "x"}),
+            ]
+            until(lambda: sum(bool(job._watchers) for job in site.engine.jobs()) == 5)
+            assert [job.request.awaited for job in site.engine.jobs()].count(True) == 4
+            for waiting in site.engine.jobs():
+                site.engine.book.fail(waiting, "draining", "", resumes=True)
+            stream, *answers = [text.result(10) for text in texts]
+        told = site.http.get(f"/api/jobs/{job['id']}").json()
+    (_, last) = events(stream.text)[-1]
+    assert [(one["status"], one["waits_for"], one["error"]) for one in (last, told)] == [
+        ("queued", "the next start of the server", None)
+    ] * 2
+    assert [answer.status_code for answer in answers] == [503] * 4
 
 
 def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ class StubEngine:
                 job.tell(Changed(Status.RUNNING))
         for step in range(job.pictures[0].steps):
             time.sleep(self.pace)
-            if job.status.over:
+            if job.over:
                 return
             for picture in job.pictures:
                 picture.step, picture.status = step + 1, Status.RUNNING
@@ -175,7 +175,7 @@ class StubEngine:
                     data = drawn(picture.seed, (16, 16), "jpeg")
                     job.tell(Previewed(picture.index, step + 1, picture.steps, data, "image/jpeg", step))
             go_on.wait()
-        if job.status.over:
+        if job.over:
             return
         if self.fails:
             self.book.fail(job, *self.fails)

@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import math
+import os
 import re
 import shutil
 import signal
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from canvax.compile.aot import Build
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.server.engine import EngineSettings, ImageEngine
+    from canvax.server.keys import Keys
 
 PORT = 7860
 MOST = 1e9
@@ -52,6 +54,9 @@ _MOST_LINES = 5
 """The most lines about files that are left out, at the start."""
 _LEAST_BODY = 1 << 10
 """The smallest limit for the bytes of a request."""
+
+_PAUSE = 0.2
+"""Seconds between two looks at the state of the server."""
 
 _GPU = Path("/dev/nvidia0")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -72,6 +77,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from canvax.server.engine import ImageEngine
     from canvax.server.journal import Journal
     from canvax.server.keys import Keys
+    from canvax.server.logs import log_to_stderr
     from canvax.server.metrics import Metrics
     from canvax.weights.cast import parse_dtype
 
@@ -126,7 +132,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if arguments.compile_only:
         return _compile(list(names), settings, load, _devices(mesh), quiet=arguments.quiet)
     with listen(arguments.host, arguments.port, spare=opens_page) as listener, _errors_logged(arguments):
-        _log_to_stderr(quiet=arguments.quiet or opens_page)
+        log_to_stderr(quiet=arguments.quiet or opens_page)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
         if not opens_page and not sys.stderr.isatty():  # for programs every line is JSON
             log = logging.getLogger("canvax.server")  # with --quiet, warnings and errors only
@@ -149,7 +155,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         engine.start()
         if opens_page:
             threading.Thread(target=_open_page, args=((host, port), url, say), daemon=True).start()
-        answer(app, listener, engine, arguments.drain_seconds, say)
+        answer(app, listener, engine, arguments.drain_seconds, say, keys)
 
 
 def _compile(
@@ -411,20 +417,16 @@ def _errors_logged(arguments: argparse.Namespace) -> Iterator[None]:
         raise SystemExit(BAD_INPUT if isinstance(error, InputError) else FAILED) from None
 
 
-def _log_to_stderr(*, quiet: bool) -> None:
-    from canvax.server.logs import JsonLines, Stderr
-
-    handler = Stderr()
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("canvax.server")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # canvax logs what matters, with its id
-
-
-def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:
-    """Answer until a signal, then finish what was accepted; a second signal ends at once."""
+def answer(
+    app: Any,
+    listener: socket.socket,
+    engine: ImageEngine,
+    drain: float,
+    say: Callable[[str], None],
+    keys: Keys | None = None,
+) -> None:
+    """Answer until a signal, then finish what was accepted; a second signal ends at once. With keys SIGHUP reads them
+    again instead."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -440,30 +442,52 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
         if len(signals) > 1:
             server.force_exit = server.should_exit = True
 
+    def hung_up(number: int, frame: Any) -> None:
+        if keys is None:
+            return heard(number, frame)
+        try:
+            keys.reread()
+            say("SIGHUP: the keys were read again")
+        except InputError as error:
+            logging.getLogger("canvax.server").error("SIGHUP: the former keys stay: %s", error)
+
     before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Not on Windows, and not where nohup has it ignored.
+    if hasattr(signal, "SIGHUP") and (keys or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN):
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hung_up)
     # In a separate thread, where uvicorn leaves signals alone.
     web = threading.Thread(target=server.run, args=([listener],), name="canvax web", daemon=True)
     web.start()
     while web.is_alive() and not signals and engine.failure is None:
-        web.join(0.2)
+        web.join(_PAUSE)
+        tell_watchdog(engine.state)
     if signals:
         say(f"{signal.Signals(signals[0]).name}: finishing what was accepted; again to stop at once")
         draining = threading.Thread(target=engine.drain, args=(drain,), daemon=True)
         draining.start()
         began = time.monotonic()
         while draining.is_alive() and len(signals) < 2:
-            draining.join(0.2)
+            draining.join(_PAUSE)
+            tell_watchdog(engine.state)
         # Answers may still be on their way to slow readers: for 5 s, or 1 s after the end of the drain.
         config.timeout_graceful_shutdown = max(1, min(5, int(began + drain - time.monotonic())))
     server.should_exit = True
     while web.is_alive() and len(signals) < 2:
-        web.join(0.2)
+        web.join(_PAUSE)
     engine.close(1.0)
     for number, handler in before.items():
         signal.signal(number, handler)
     if engine.failure is not None:
         known = isinstance(engine.failure, CanvaxError)
         raise engine.failure if known else CanvaxError(f"the server failed: {engine.failure}")
+
+
+def tell_watchdog(state: str) -> None:
+    """Tell systemd, if it runs the server with WatchdogSec, that ``/health`` answers 200, as sd_notify does."""
+    if (path := os.environ.get("NOTIFY_SOCKET")) and state != "failed":
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.setblocking(False)
+            out.sendto(b"WATCHDOG=1", path.replace("@", "\0", 1) if path.startswith("@") else path)
 
 
 def _open_page(address: tuple[str, int], url: str, say: Callable[[str], None]) -> None:

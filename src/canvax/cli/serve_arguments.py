@@ -89,7 +89,9 @@ def _limits(group: Any) -> None:
     group.add_argument("--queue-seconds", type=float, default=600.0, metavar="S", help="work that may wait (600)")
     group.add_argument("--queue-images", type=int, default=1000, metavar="N", help="images that may wait (1000)")
     group.add_argument("--rate", type=float, metavar="N", help="images a minute for each key (no limit)")
-    group.add_argument("--max-body", default="32MB", metavar="SIZE", help="bytes of a request with images (32MB)")
+    group.add_argument(
+        "--max-body", default="32MB", metavar="SIZE", help="bytes of a request (32MB; 256 KiB without images)"
+    )
     group.add_argument("--memory", metavar="SIZE", help="weights on each device at a time: 20GB (what is free)")
     group.add_argument("--keep-seconds", type=float, default=600.0, metavar="S", help="time to keep results (600)")
     group.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="time to finish at the end (30)")

@@ -27,6 +27,7 @@ from canvax.server.app import Settings, create_app
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Engine, JobRequest, Rejected, State, Status
 from canvax.server.keys import Keys
+from canvax.server.logs import log_to_stderr
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm, model_names
 from canvax.server.paths import ApiPath, Operation
@@ -128,7 +129,8 @@ class Images:
     async def __init__(self, wanted: ServeArgs) -> None:
         self._wanted = wanted
         warm = tuple(Warm.parse(text) for text in wanted.warm.split()) or (Warm(),)
-        metrics = Metrics()
+        metrics = Metrics() if (wanted.replicas or max(wanted.least, wanted.most)) == 1 else _OfOneReplica()
+        log_to_stderr()
         settings = EngineSettings(
             warm=warm, compile_on_demand=wanted.compile_on_demand, stall_seconds=wanted.stall or math.inf
         )
@@ -184,6 +186,18 @@ class Images:
         wanted = self._wanted
         pipe = canvax.load(name, **wanted.loading.keywords() | pinned)
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe
+
+
+class _OfOneReplica(Metrics):
+    """Metrics that a scrape cannot read: each would reach another replica, and the counters would go back."""
+
+    def text(self) -> bytes:
+        """Refuse.
+
+        Raises:
+            Rejected: always.
+        """
+        raise Rejected(404, "not_found", "/metrics is for one replica; with several, scrape Ray's metrics")
 
 
 def app(args: Mapping[str, Any]) -> Any:

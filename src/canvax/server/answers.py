@@ -9,6 +9,7 @@ import string
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import quote
@@ -293,23 +294,25 @@ def _limiter(limits: RunVar[anyio.CapacityLimiter], count: int) -> anyio.Capacit
         return limit
 
 
-async def asked(request: Request, engine: Engine, make: Callable[..., JobRequest], *arguments: Any) -> Job:
+async def asked(
+    request: Request, engine: Engine, make: Callable[..., JobRequest], *arguments: Any, awaited: bool = True
+) -> Job:
     """Submit the job request that ``make`` returns. ``make`` decodes images; few decoded images wait, since the job is
-    submitted in the same thread.
+    submitted in the same thread. ``awaited``: the answer is the images.
 
     Raises:
         Rejected: the request cannot be used, or the job was not accepted.
     """
-    return _logged(request, await decoding(lambda: engine.submit(make(*arguments))))
+    return _logged(request, await decoding(lambda: engine.submit(replace(make(*arguments), awaited=awaited))))
 
 
 async def submitted(request: Request, engine: Engine, job_request: JobRequest) -> Job:
-    """Submit a job request.
+    """Submit a job request whose answer is the images.
 
     Raises:
         Rejected: the job was not accepted.
     """
-    return _logged(request, await run_in_threadpool(engine.submit, job_request))
+    return _logged(request, await run_in_threadpool(engine.submit, replace(job_request, awaited=True)))
 
 
 def _logged(request: Request, job: Job) -> Job:
@@ -320,6 +323,9 @@ def _logged(request: Request, job: Job) -> Job:
 
 def failure(job: Job) -> Rejected:
     """Return the reason why a job that is over has no images."""
+    if job.parked:
+        why = "the server stopped; send the request again with its Idempotency-Key, for the same job"
+        return Rejected(503, "draining", why, retry_after=10)
     if job.status is Status.CANCELLED:
         return Rejected(409, "cancelled", "the job was cancelled before its images were done")
     code, message = job.error or ("server_error", "the images could not be generated")
@@ -366,7 +372,7 @@ async def completed(request: Request, job: Job) -> None:
 
 def give_up(job: Job) -> None:
     """Cancel a job whose client is gone, unless it is over or may be asked for again. Does not wait for it."""
-    if not job.status.over and not job.request.once:
+    if not job.over and not job.request.once:
         asyncio.get_running_loop().run_in_executor(None, job.cancel)
 
 

@@ -125,7 +125,7 @@ def create_app(
 
 
 def operations(state: Callable[[], State], metrics: Metrics) -> list[ApiPath]:
-    """Return the paths for those who operate a server."""
+    """Return the paths for those who operate a server, and let ``metrics`` read its state."""
 
     async def health(_: Request) -> Response:
         failed = state() is State.FAILED
@@ -138,6 +138,8 @@ def operations(state: Callable[[], State], metrics: Metrics) -> list[ApiPath]:
     async def measured(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    metrics.healthy.set_function(lambda: state() is not State.FAILED)
+    metrics.ready.set_function(lambda: state() is State.READY)
     works = "Whether the server works: 503 when its engine is dead or makes no progress."
     return [
         ApiPath("/health", jobs_api.error, GET=Operation(health, works)),

@@ -310,7 +310,9 @@ class ImageEngine:
         if job_request.seconds is not None and alone > job_request.seconds:
             why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Rejected(400, "too_late", why, param="seconds")
-        if count + images > most or (count and seconds + room.seconds > self._settings.queue_seconds):
+        # A client with many jobs does not shut out one without: the devices are shared fairly, so that it waits less.
+        times = 1 + self._is_new(job_request.client)
+        if count + images > most * times or (count and seconds + room.seconds > self._settings.queue_seconds * times):
             waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
             raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
         if room.bytes:
@@ -322,6 +324,10 @@ class ImageEngine:
             why = f"a client may ask for {self._settings.rate:g} images a minute; see Retry-After"
             raise Rejected(429, "rate_limit_exceeded", why, retry_after=wait)
         return room
+
+    def _is_new(self, client: str) -> bool:
+        """Return if a client has a key, and no job that is not over."""
+        return client != "" and all(job.request.client != client for job in self.jobs())
 
     def _cancel(self, job: Job) -> None:
         self._book.end(job, Status.CANCELLED)
@@ -442,7 +448,7 @@ class ImageEngine:
     def _may_begin(self, items: Sequence[Item]) -> Sequence[Item]:
         """Filter images as ``may_begin``. A job that killed an earlier process begins after the journal's other jobs,
         and alone."""
-        self._suspects = [job for job in self._suspects if job.attempts and not job.status.over]
+        self._suspects = [job for job in self._suspects if job.attempts and not job.over]
         items = [item for item in items if not self._models.lacks(item)]
         waiting = [item.job for item in items if item.job.attempts]
         if not self._suspects:

@@ -27,6 +27,9 @@ KEPT_BYTES = 512 << 20
 PASSING = ("server_error", "out_of_memory", "draining", "model_unavailable")
 """Codes of failures after which a second try may succeed."""
 
+_TIMEOUT = "timeout"
+"""Code of a job whose client's deadline passed: no failure of the server."""
+
 MOST_ATTEMPTS = 2
 """Processes that may be killed while they work on a job; then it fails."""
 
@@ -148,10 +151,12 @@ class JobStore:
     def record(self, job: Job) -> None:
         """Write a new job into the journal, before ``enter``. It waits for the disk: call it without the lock.
 
+        A job that no client could ask for after a restart is not written.
+
         Raises:
             Rejected: the job cannot be written.
         """
-        if self._journal is None:
+        if self._journal is None or not _outlives(job):
             return
         try:
             self._journal.accepted(job)
@@ -221,7 +226,7 @@ class JobStore:
         if self._journal:
             self._journal.finished(job, index)
         with self.lock:
-            if job.status.over:
+            if job.over:
                 return
             job.pictures[index].status, job.attempts = Status.DONE, 0
             job.tell(Finished(index))
@@ -230,17 +235,23 @@ class JobStore:
                 self.end(job, Status.DONE)
 
     def fail(self, job: Job, code: str, message: str, *, resumes: bool = False) -> None:
-        """Fail a job. A job that ``resumes`` stays in the journal, for the next server."""
+        """Fail a job. One that ``resumes`` and is in the journal is parked instead, for the next process."""
         with self.lock:
-            if not job.status.over:
+            if job.over:
+                return
+            if resumes and self._journal and _outlives(job):
+                job.waits_for = "the next start of the server"
+                self.end(job, Status.QUEUED, parked=True)
+            else:
                 job.error = code, message
-                self.end(job, Status.FAILED, parked=resumes and self._journal is not None)
+                self.end(job, Status.FAILED)
 
     def end(self, job: Job, status: Status, *, parked: bool = False) -> None:
-        """End a job that is not over. A ``parked`` job is over for its clients; the next server continues it."""
+        """End a job that is not over, or park it. A parked one can still be cancelled."""
         with self.lock:
             if job.status.over:
                 return
+            job.parked = parked
             for picture in job.pictures:
                 if not picture.status.over:
                     picture.status = status
@@ -251,7 +262,8 @@ class JobStore:
             self._over[job.id] = time.monotonic(), job  # before it leaves the others: ``get`` looks there first
             for jobs in (self._open, self._limited, self._held):
                 jobs.pop(job.id, None)
-            outcome = "parked" if parked else str(status)
+            expired = job.error and job.error[0] == _TIMEOUT
+            outcome = "parked" if parked else "expired" if expired else str(status)
             self._metrics.over(job.model, outcome, time.time() - job.created)
             log.info(json.dumps(self._line(job, outcome)))
             self._ended(job)
@@ -271,7 +283,7 @@ class JobStore:
                     self.fail(job, refused.code, refused.message)
             for job in list(self._limited.values()):
                 if now - job.created > (job.request.seconds or 0):
-                    self.fail(job, "timeout", f"the images were not done within {job.request.seconds:g} s")
+                    self.fail(job, _TIMEOUT, f"the images were not done within {job.request.seconds:g} s")
 
     def until_late(self) -> float | None:
         """Return the seconds until ``expire`` has something to do; None if it never has."""
@@ -291,7 +303,7 @@ class JobStore:
                     del self._over[job.id]
                     if self._once.get(key := (job.request.client, job.request.once or "")) is job:
                         del self._once[key]
-                    gone.append(job)
+                    gone += [] if job.parked else [job]
             if self._journal and gone:
                 self._write_later(self._journal.forget, *gone)
 
@@ -319,6 +331,11 @@ class JobStore:
         return line | (
             {"prompt": job_request.prompt, "negative_prompt": job_request.negative_prompt} if self._log_prompts else {}
         )
+
+
+def _outlives(job: Job) -> bool:
+    """Return if a client can ask for a job after a restart, by its id or its Idempotency-Key."""
+    return bool(job.request.once or not job.request.awaited)
 
 
 def reason(error: Exception) -> tuple[str, str]:

@@ -106,6 +106,7 @@ class JobRequest:
         client: the id of the client's API key, or "" for all clients without a key. Clients share the engine fairly.
         once: value of the header Idempotency-Key. Further requests of the same client with this value are the same job.
         seconds: seconds after which the job fails, since the answer is of no use any more.
+        awaited: the request waits for the images. Without ``once`` no client can ask for them after a restart.
     """
 
     prompt: str
@@ -138,6 +139,7 @@ class JobRequest:
     client: str = ""
     once: str | None = None
     seconds: float | None = None
+    awaited: bool = field(default=False, compare=False)
 
 
 def without_pixels(job_request: JobRequest) -> JobRequest:
@@ -267,6 +269,8 @@ class Job:
         self.attempts = 0
         """Number of processes that were killed at work on the job, since its last finished image."""
         self.status = Status.QUEUED
+        self.parked = False
+        """True if the next process that opens the journal continues the job; nothing more happens in this one."""
         self.error: tuple[str, str] | None = None
         """Code and message of a job that failed."""
         self.ahead = 0
@@ -280,6 +284,11 @@ class Job:
         self._lock = threading.Lock()
         self._watchers: set[_Mailbox] = set()
         self._viewers, self._looked = 0, 0.0
+
+    @property
+    def over(self) -> bool:
+        """True if nothing more will happen in this process."""
+        return self.status.over or self.parked
 
     @property
     def looked_at(self) -> bool:
@@ -304,7 +313,7 @@ class Job:
             mailbox.post(event)
 
     async def watch(self, *, previews: bool = True) -> AsyncIterator[Event]:
-        """Yield events from now on, beginning with the present status, until the job is over.
+        """Yield events from now on, beginning with the present status, until the job is over or parked.
 
         A slow reader misses previews and steps, never an image or the end. ``previews``: make previews for this
         watcher.
@@ -314,14 +323,14 @@ class Job:
             self._watchers.add(mailbox)
             self._viewers += previews
         try:
-            status = self.status
-            yield Changed(status)
-            if status.over:
+            over = self.over
+            yield Changed(self.status)
+            if over:
                 return
             while True:
                 event = await mailbox.next()
                 yield event
-                if isinstance(event, Changed) and event.status.over:
+                if isinstance(event, Changed) and (event.status.over or self.parked):
                     return
         finally:
             with self._lock:

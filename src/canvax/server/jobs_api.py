@@ -167,7 +167,7 @@ def routes(engine: Engine) -> list[ApiPath]:
 
     async def new_job(request: Request) -> Response:
         body = await read_json(request, NewJob)
-        job = await asked(request, engine, _ask, body, engine, client_of(request), once_of(request))
+        job = await asked(request, engine, _ask, body, engine, client_of(request), once_of(request), awaited=False)
         job.look(COMES)
         return json_answer(job_json(job), {"Location": f"/api/jobs/{job.id}"}, 202)
 
@@ -385,7 +385,7 @@ def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixel
 async def _events(job: Job) -> AsyncIterator[bytes]:
     """Yield server-sent events, first the present state of the job and its finished images."""
     sent: set[int] = set()
-    began = None if job.status.over else Changed(job.status)
+    began = None if job.over else Changed(job.status)
     yield sent_event("job", job_json(job))
     async for event in watched(job):
         if event is None:

@@ -103,7 +103,7 @@ class Journal:
         Raises:
             CanvaxError: it cannot be written.
         """
-        job_request = {name: getattr(job.request, name) for name in _names(JobRequest) - {*_IMAGES}}
+        job_request = {name: getattr(job.request, name) for name in _names(JobRequest) - {*_IMAGES, "awaited"}}
         pictures = [[picture.seed, picture.width, picture.height, picture.steps] for picture in job.pictures]
         packed = (_packed(getattr(job.request, name)) for name in _IMAGES)
         values = self._encoded(job_request), self._encoded(pictures), *packed

@@ -9,6 +9,7 @@ import hmac
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -30,17 +31,27 @@ class Keys:
 
     Args:
         digests: id of each key -> SHA-256 of the key.
+        file: where they come from; None for the variable alone.
     """
 
-    def __init__(self, digests: dict[str, bytes]) -> None:
-        self._digests = digests
+    def __init__(self, digests: dict[str, bytes], file: Path | None = None) -> None:
+        self._digests, self._file = digests, file
+
+    def reread(self) -> None:
+        """Read the file and the variable again, as ``read``. After an error the former keys stay.
+
+        Raises:
+            InputError: as ``read``.
+        """
+        again = self.read(self._file)
+        self._digests = again._digests if again else self._digests
 
     @classmethod
     def read(cls, file: Path | None) -> Self | None:
         """Read the keys of a file, and of the variable CANVAX_KEYS; None if there is neither.
 
-        Lines, or parts between commas, are ``id:key`` or ``id:sha256:HEX``. A comment begins with # at the beginning of
-        a line or after a space: keys may contain #.
+        Lines are ``id:key`` or ``id:sha256:HEX``; the variable may have commas between them too. A comment begins with
+        # at the beginning of a line or after a space: keys may contain #.
 
         Raises:
             InputError: the file cannot be read, an entry has another form, or an id is there twice.
@@ -58,15 +69,14 @@ class Keys:
                 raise InputError(f"--keys {file}: cannot be read ({reason})") from None
             if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
                 warn(f"--keys {file}: others on this machine can read it; chmod 600 {file}")
-            for number, line in enumerate(text.splitlines(), 1):
-                if line := _COMMENT.sub("", line).strip():
-                    _add(digests, line, f"--keys {file}, line {number}")
+            for number, line in _lines(text):
+                _add(digests, line, f"--keys {file}, line {number}")
             if not digests:
                 raise InputError(f"--keys {file}: holds no key; write lines such as alice:a-secret-of-16-characters")
-        for part in os.environ.get("CANVAX_KEYS", "").split(","):
-            if part.strip():
-                _add(digests, part.strip(), "CANVAX_KEYS")
-        return cls(digests) if digests else None
+        for number, line in _lines(os.environ.get("CANVAX_KEYS", "")):
+            for part in filter(None, map(str.strip, line.split(","))):
+                _add(digests, part, f"CANVAX_KEYS, line {number}")
+        return cls(digests, file) if digests else None
 
     def client(self, authorization: str, key: str) -> str | None:
         """Return the id of the key in the headers Authorization or X-API-Key; None if no key is right.
@@ -77,6 +87,13 @@ class Keys:
         digest = hashlib.sha256(sent.encode("utf-8", "surrogateescape")).digest()
         right = [name for name, known in self._digests.items() if hmac.compare_digest(digest, known)]
         return right[0] if sent and right else None
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines that hold something, without comments, each with its number from 1."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line := _COMMENT.sub("", line).strip():
+            yield number, line
 
 
 def _add(digests: dict[str, bytes], line: str, where: str) -> None:

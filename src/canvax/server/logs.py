@@ -22,6 +22,17 @@ class Stderr(logging.StreamHandler):
         super().emit(record)
 
 
+def log_to_stderr(*, quiet: bool = False) -> None:
+    """Write the server's log to stderr; with ``quiet`` without lines for requests and jobs."""
+    handler = Stderr()
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("canvax.server")
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # canvax logs what matters, with its id
+
+
 class JsonLines(logging.Formatter):
     """Lines that are JSON already stay as they are; faults become JSON with their traceback."""
 

@@ -22,7 +22,7 @@ from canvax.compile.aot import Build
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-OUTCOMES = ("done", "failed", "cancelled", "parked")
+OUTCOMES = ("done", "failed", "expired", "cancelled", "parked")
 REASONS = (
     "adapter_not_found", "adapter_unusable", "controlnet_not_found", "controlnet_unusable", "draining", "failed",
     "invalid_value", "key_reused", "model_not_found", "model_unavailable", "not_compiled", "not_recorded",
@@ -49,13 +49,15 @@ class Metrics:
             _made(Histogram, registry, buckets=_SECONDS),
         )
         gauge("canvax_build_info", "The version that runs.", ["version"]).labels(__version__).set(1)
+        self.healthy = gauge("canvax_healthy", "0 while /health answers 503, else 1.")
+        self.ready = gauge("canvax_ready", "0 while /ready answers 503, else 1.")
         self._requests = count("canvax_requests_total", "HTTP requests.", ["route", "status"])
         self._request_seconds = time("canvax_request_seconds", "From a request to the end of its answer.", ["route"])
         self.submitted = count("canvax_jobs_accepted_total", "Jobs that were accepted.", ["model"])
         self.refused = count("canvax_jobs_refused_total", "Jobs that were not.", ["reason"])
         for reason in REASONS:
             self.refused.labels(reason)
-        self._over = count("canvax_jobs_total", "Jobs that are over.", ["model", "outcome"])
+        self._over = count("canvax_jobs_total", "Jobs that are over; expired: by their deadline.", ["model", "outcome"])
         self._job_seconds = time("canvax_job_seconds", "From accepting a job to its end.", ["model", "outcome"])
         self.waited = time("canvax_queue_seconds", "From accepting an image to its first step.")
         self.first_preview = time("canvax_first_preview_seconds", "From accepting an image to its first preview.")

@@ -274,7 +274,7 @@ class Item:
     @property
     def over(self) -> bool:
         """True if it is done, failed, or not needed any more."""
-        return self.status.over or self.picture.status.over or self.job.status.over
+        return self.status.over or self.picture.status.over or self.job.over
 
     def progress(self, slower: float = 1.0) -> Stepped:
         """Return its progress; ``slower``: factor by which a step of its batch takes longer than a step alone."""

@@ -166,7 +166,7 @@ class Writer:
         number: int,
     ) -> None:
         shown = item.picture
-        if shown.status.over or item.job.status.over or served.safety_checker:
+        if shown.status.over or item.job.over or served.safety_checker:
             return
         if pixels is None:
             assert latents is not None
@@ -202,10 +202,10 @@ class Writer:
             self._book.fail(job, *reason(error))
             return
         self._metrics.written.observe(time.perf_counter() - began)
-        if self._output is not None and not (shown.status.over or job.status.over):
+        if self._output is not None and not (shown.status.over or job.over):
             shown.file, shown.not_kept = self._save(self._output, pixels, kept, metadata["seed"])
         with self._book.lock:
-            if shown.status.over or job.status.over:
+            if shown.status.over or job.over:
                 return
             shown.height, shown.width = pixels.shape[:2]
             shown.data, shown.metadata = data, metadata
