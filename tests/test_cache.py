@@ -353,9 +353,6 @@ def test_compilations_of_other_threads_do_not_count() -> None:
 def kept_programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Makes a program of the text encoder, which is only looked up and never run, and counts what is kept."""
 
-    def instant(self: Programs, function: Any, arguments: Any) -> Any:
-        return jax.jit(lambda *_: jnp.zeros(())).lower(*arguments).compile(), True
-
     def make(weights: Any, devices: Any = ONE, text: TextEncoders = NETWORKS.text, **changes: Any) -> int:
         ours = Programs(dataclasses.replace(NETWORKS, text=text), make_mesh(devices), **changes)
         placed = jax.device_put(weights, replicated(ours.mesh))
@@ -798,9 +795,9 @@ def test_odd_headers_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["cache", "--json"]) == 0
 
 
-def instant(self: Programs, function: partial[Any], arguments: Any) -> Any:
+def instant(self: Programs, call: Any) -> Any:
     """In place of ``Programs._compile``."""
-    return jax.jit(lambda *_: jnp.zeros(())).lower(*arguments).compile(), True
+    return jax.jit(lambda *_: jnp.zeros(())).lower(*call.arguments).compile(), True
 
 
 def test_a_program_with_a_function_of_the_user_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

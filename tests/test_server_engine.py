@@ -732,7 +732,7 @@ def test_two_models_share_little_memory(tmp_path: Any) -> None:
     said: list[str] = []
     one = sum(leaf.nbytes for leaf in jax.tree.leaves(PIPE.params))
     settings = EngineSettings(warm=(Warm(None, (1,)),), memory=one * 3 // 2)
-    engine = ImageEngine(list(names), settings, metrics, lambda name: load(names[name]), say=said.append)
+    engine = ImageEngine(list(names), settings, metrics, lambda name, **_: load(names[name]), say=said.append)
     engine.start()
     until(lambda: engine.state is State.READY, 300)
     try:
