@@ -320,7 +320,7 @@ def test_program_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_layer_that_cannot_fit_is_refused_before_compiling(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error waits for no other program. A layer that fits once is compiled with a warning; figures are of any size."""
+    """The error waits for no other program. If the layer fits once, a warning comes. Figures are of any size."""
     pipe, compiled, ended = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1])), Lowered.compile, Event()
     call: dict[str, Any] = {"height": 192, "width": 128}
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1_000_000)
