@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignNa
 from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
 from canvax.pipelines.options import Options, Step, check_options
+from canvax.pipelines.request import Output
 from canvax.samplers import find
 from canvax.settings import declared
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.result import Result
 
-Output = Literal["pil", "np", "numpy", "jax", "latent"]
-"""Kinds of ``Result.images``."""
 _OWN = tuple(declared(Options))
 _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
 _OF_UPSCALE = ("image", "prompt", "negative_prompt", *declared(Enlarging))
