@@ -34,8 +34,9 @@ _METADATA = {name for name, key in KEYS.items() if key.of == "fact"} - {*_OWN}
 GIVEN = CALL | {
     "prompt_embeds": ForeignName(becomes="prompt"),
     "negative_prompt_embeds": ForeignName(becomes="negative_prompt"),
+    "guidance": ForeignName(becomes="guidance_scale guidance_method"),
 }
-"""Arguments by the names that errors of a call must use."""
+"""Arguments by the names that errors of a call must use; ``guidance`` is a scale or a rule."""
 
 
 @cache
@@ -146,9 +147,11 @@ def _is_rule(guidance: Any) -> bool:
 
 def decided(keywords: Mapping[str, Any]) -> set[str]:
     """Return the arguments and options, under canvax's names, that keywords of a call decide."""
-    names = {GIVEN[name].becomes or name if name in GIVEN else name for name in keywords}
-    if _is_rule(keywords.get("guidance")):
-        names = names - ({"guidance_scale"} - {*keywords}) | {"guidance_method"}
+    texts = (GIVEN[name].becomes or name if name in GIVEN else name for name in keywords)
+    names = {name for text in texts for name in text.split()}
+    if "guidance" in keywords:
+        other = "guidance_scale" if _is_rule(keywords["guidance"]) else "guidance_method"
+        names -= {other} - {*keywords}
     names |= {other for name in names & _REPLACES.keys() for other in _REPLACES[name]}
     return names | check_options(keywords.get("options")).changed_names()
 
