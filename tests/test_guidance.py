@@ -29,6 +29,7 @@ from canvax.guidance import (
     rule_of,
 )
 from canvax.models.denoiser import Facts
+from canvax.originals import foreign
 from canvax.samplers import SLOTS, build_table
 
 rng = np.random.default_rng(0)
@@ -280,7 +281,7 @@ def test_a_role_of_a_network_of_ones_own(emoji: canvax.Pipeline) -> None:
     """Refused by name where the network does not know it."""
     with pytest.raises(canvax.InputError) as caught:
         draw(emoji, guidance=Weaker())
-    assert caught.value.argument == "guidance_method"
+    assert caught.value.argument == "guidance"
     assert "role 3" in str(caught.value)
     networks = emoji.model.networks
     known = SimpleNamespace(facts=Facts(roles=(*networks.denoiser.facts.roles, 3)))
@@ -372,20 +373,54 @@ def test_rules_that_are_refused(members: dict[str, Any], settings: dict[str, Any
     assert caught.value.argument == "reuse"
 
 
+class Written:
+    """A rule of attributes, equal to itself alone."""
+
+    columns: ClassVar[Any] = {}
+    samples = NEGATIVE, PROMPT
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
 @pytest.mark.parametrize(
     "rule",
     [
         lambda negative, conditional, scale: conditional[..., :1],
         lambda negative, conditional, scale: 0.0,
-        SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(2)),
-        SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(1), memory=1),
-        SimpleNamespace(columns={}, samples=(0, 1), denoised=lambda seen: seen.image(1) * seen.column("gone")),
+        Written(denoised=lambda seen: seen.image(2)),
+        Written(denoised=lambda seen: seen.image(1), memory=1),
+        Written(denoised=lambda seen: seen.image(1) * seen.column("gone")),
     ],
 )
 def test_what_a_rule_must_return(emoji: canvax.Pipeline, rule: Any) -> None:
     with pytest.raises(canvax.InputError) as caught:
         emoji("a red apple", guidance=rule, num_inference_steps=1, height=64, width=64, progress=False)
-    assert caught.value.argument == "guidance_method"
+    assert caught.value.argument == "guidance"
+    assert "hashed" not in str(caught.value)
+
+
+def test_an_attribute_of_a_rule_is_in_its_key() -> None:
+    rule: Any = Written(part=1.0)
+    key = foreign(rule_of(rule))
+    rule.part = 0.5
+    assert foreign(rule_of(rule)) != key
+    rule.part = 1.0
+    assert foreign(rule_of(rule)) == key
+
+
+@pytest.mark.slow
+def test_a_changed_rule_compiles_again(emoji: canvax.Pipeline) -> None:
+    rule: Any = Written(denoised=lambda seen: seen.image(PROMPT) * rule.part, part=1.0)
+    whole = draw(emoji, guidance=rule)
+    rule.part = 0.5
+    half = draw(emoji, guidance=rule)
+    assert half.compilations == 1
+    assert np.abs(half.latents - whole.latents).max() > 0.1
+    rule.part = 1.0
+    again = draw(emoji, guidance=rule)
+    assert again.compilations == 0
+    np.testing.assert_array_equal(again.latents, whole.latents)
 
 
 def test_an_image_of_a_rule_again(emoji: canvax.Pipeline) -> None:

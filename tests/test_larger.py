@@ -19,6 +19,7 @@ import canvax
 from canvax.call import OptionRecord
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.arguments import parse
+from canvax.compile.programs import Programs
 from canvax.errors import InputError
 from canvax.images.grid import make_sheet
 from canvax.images.metadata import read_metadata
@@ -285,6 +286,41 @@ def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.Pipeline) -> None:
     assert np.abs(stopped.latents).max() > 0
     rest = draw(checked, denoising_start=0.5, num_images_per_prompt=2, latents=stopped.latents)
     assert [one["nsfw"] for one in rest.metadata] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "decoded"),
+    [
+        ({}, []), ({"denoising_end": 0.5}, []),
+        pytest.param({"num_images_per_prompt": 3}, [], marks=pytest.mark.slow),
+        pytest.param({"image": Image.new("RGB", (64, 64)), "mask": Image.new("L", (64, 64), 255)}, [],
+                     marks=pytest.mark.slow),
+        pytest.param({"hires": 1.5, "hires_method": "latent"}, [], marks=pytest.mark.slow),
+        pytest.param({"hires": 1.5}, [True], marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_latents_need_no_decoder(
+    changes: Any, decoded: list[bool], emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the safety checker. Only a second pass reads the pixels of the first."""
+    checked, want = refusing(emoji, 0, 1, 2), draw(emoji, **changes)
+    wanted, programs = [], Programs.wanted
+
+    def spied(*arguments: Any) -> Any:
+        wanted.append(programs(*arguments))
+        return wanted[-1]
+
+    monkeypatch.setattr(Programs, "wanted", spied)
+    emoji.programs._recent.clear()
+    result = draw(checked, output_type="latent", **changes)
+    assert wanted
+    assert [True for each in wanted if "decoder" in each] == decoded
+    assert len(result.pixels) == 0
+    np.testing.assert_array_equal(result.images, want.latents)
+    np.testing.assert_array_equal(result.latents, want.latents)
+    assert result.metadata == want.metadata
+    with refused("output_type"):
+        result.grid()
 
 
 def test_upscale_with_a_table(emoji: canvax.Pipeline) -> None:

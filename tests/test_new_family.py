@@ -54,9 +54,10 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, init_params
 from canvax.train import low_rank
 from canvax.types import Array
-from canvax.weights.lora import read_adapter
+from canvax.weights.lora import adapter_info, read_adapter
 from examples.new_family import CHANNELS, FACTOR, FAMILY, NETWORKS, WIDTH, Letters, Mlp, OneAfterAnother, Squares
 from tests.support.adapter_files import Draw, write
+from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET
 
 
@@ -172,6 +173,8 @@ def test_loras_of_components_with_other_names(spelling: str, tmp_path: Path) -> 
     pipe.adapters.load("style", tmp_path)
     for component, layer in CHANGED.items():
         np.testing.assert_allclose(pipe.params[component][layer]["weight"], want[component], atol=1e-5)
+    described = {"network: LoRA": 3} if spelling == "kohya" else {f"{component}: LoRA": 1 for component in CHANGED}
+    assert adapter_info(tmp_path / "adapter_model.safetensors")["parts"] == described
 
 
 def test_a_bare_name_is_of_the_denoiser(tmp_path: Path) -> None:
@@ -186,6 +189,18 @@ def test_a_bare_name_is_of_the_denoiser(tmp_path: Path) -> None:
     arrays = {"embed.lora_A.weight": draw_numbers(2, WIDTH), "embed.lora_B.weight": draw_numbers(CHANNELS, 2)}
     adapter = read_adapter(write(tmp_path / "bare.safetensors", arrays), networks.adapted)
     assert list(adapter.parts) == [("mlp", "embed.weight")]
+
+
+def test_a_weight_for_a_network_that_a_lora_leaves(tmp_path: Path) -> None:
+    pipe, draw_numbers = pipeline_of(NETWORKS), Draw(1)
+    arrays = {"mlp.out.lora_A.weight": draw_numbers(2, WIDTH), "mlp.out.lora_B.weight": draw_numbers(CHANNELS, 2)}
+    file = write(tmp_path / "a.safetensors", arrays)
+    with pytest.warns(canvax.HintWarning, match="'reader'"):
+        pipe.adapters.load("style", file, weight={"mlp": 0.5, "reader": 0.7})
+    with pytest.warns(canvax.HintWarning, match="'speller'"):
+        pipe.adapters.set({"style": {"mlp": 0.4, "speller": 0.7}})
+    with refused("weight"):
+        pipe.adapters.set({"style": {"reader": 0.7}})
 
 
 @pytest.mark.parametrize("names", low_rank.FORMATS)

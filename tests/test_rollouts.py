@@ -146,10 +146,10 @@ def test_one_program_for_all_samplers(pipe: canvax.Pipeline) -> None:
 
     for sampler in ("Euler", "DPM++ 2M", "Euler a"):
         start = pipe.start(PROMPTS, seed=[3, 8], num_inference_steps=6, sampler=sampler)
-        got = run(pipe.params, start[:3], start.table.columns())
+        got = run(pipe.params, start[:3], start.table)
         np.testing.assert_allclose(got, canvax.rollout(pipe, pipe.params, *start).latents, atol=1e-5)
         noise = start.noise + 0 * got  # computed with the parameters, and so on their devices
-        run(pipe.params, (noise, *start[1:3]), start.table.columns())
+        run(pipe.params, (noise, *start[1:3]), start.table)
     assert len(traced) == 1
     assert run._cache_size() == 1
 

@@ -300,7 +300,8 @@ def accepts(
                     raise InputError(min(foreign), f"is not an argument of {function.__name__}")
                 return function(**translated)
             except InputError as error:
-                aliases = {entry.becomes: name for name, entry in (table or {}).items() if name in others}
+                entries = ((name, entry) for name, entry in (table or {}).items() if name in others)
+                aliases = {each: name for name, entry in entries for each in {*entry.becomes.split()} - known.keys()}
                 if error.argument in others or error.argument not in aliases:
                     raise
                 raise error.about(aliases[error.argument]) from None

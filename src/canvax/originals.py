@@ -131,6 +131,7 @@ def foreign(*values: Any) -> tuple[Any, ...]:
     Records, containers, partials and closures are searched; in the user's code also the members of classes and the
     globals that functions name. So classes of the same name have different keys. So has a function before and after it
     was edited in place, as by ``%autoreload`` of notebooks. Numbers in records do not count: ``==`` compares them.
+    Those in objects of the user's that are equal to themselves alone do.
     """
     keys: list[Any] = []
     visited: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
@@ -148,6 +149,7 @@ def foreign(*values: Any) -> tuple[Any, ...]:
 
 def _looked_into(value: Any) -> tuple[list[Any], bool, list[Any]]:
     """Return the keys of code, whether the value is foreign to canvax, and its parts."""
+    keys: list[Any] = []
     if isinstance(value, FunctionType):
         held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         held += gc.get_referents(*(value.__closure__ or ()))
@@ -168,7 +170,9 @@ def _looked_into(value: Any) -> tuple[list[Any], bool, list[Any]]:
             return [], False, [getattr(value, field.name) for field in _fields(value)]
         if _is_library(type(value)):  # an array, or a function that ``jax.jit`` wraps
             return [], True, [getattr(value, "__wrapped__", None)]
-    return [], False, [type(value), *gc.get_referents(value)]
+        if type(value).__hash__ is object.__hash__:
+            keys = [_constant(attribute) for attribute in getattr(value, "__dict__", {}).values()]
+    return keys, False, [type(value), *gc.get_referents(value)]
 
 
 def _constant(value: Any) -> Any:

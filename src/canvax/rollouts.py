@@ -33,7 +33,7 @@ Columns = Mapping[str, Any]
 class Start(NamedTuple):
     """The beginning of a run: the arguments of ``rollout`` after the parameters.
 
-    A jitted function may take it: it is a pytree of its arrays, with the ``columns()`` of the table.
+    A jitted function may take it: it is a pytree of its arrays. Its table is its ``columns()`` there.
 
     Attributes:
         noise: [B, h, w, C] float32 of unit variance.
@@ -66,6 +66,7 @@ def _from_flat(rule: tuple[Any, ...], arrays: Any) -> Start:
 
 
 jax.tree_util.register_pytree_node(Start, _flat, _from_flat)
+jax.tree_util.register_pytree_node(SamplerTable, lambda table: ((table.columns(),), None), lambda _, parts: parts[0])
 
 
 class Evaluation(NamedTuple):
@@ -146,7 +147,8 @@ def rollout(
         keys: keys for the noise of the steps, one for each image: [B, 2] uint32, or [B] JAX keys.
         conditions: results of ``pipe.encode``, with arrays [B, ...] or [1, ...]: those of the prompt, or a pair of
             those of the negative prompt and of the prompt. A pair is guided at the scales of the table.
-        table: the sampler. In a jitted function pass its ``columns()``: samplers with as many rows share a program.
+        table: the sampler, or its ``columns()``, which it becomes as an argument of a jitted function: samplers with as
+            many rows share a program.
         guidance: a rule of guidance; it has no effect without a pair of conditions.
         guidance_settings: the numbers of the rule.
         record: called with each ``Evaluation`` while the loop is traced; what it returns is stacked.
@@ -167,6 +169,9 @@ def rollout(
     if not batch or np.shape(noise)[-1] != net.vae.latent_channels:
         raise InputError("noise", f"has shape {np.shape(noise)}, not [B, h, w, {net.vae.latent_channels}]")
     prompts = (conditions,) if isinstance(conditions, Mapping) else tuple(conditions)
+    if not all(isinstance(prompt, Mapping) for prompt in prompts):
+        problem = "is neither a result of pipe.encode nor a pair of them"
+        raise InputError("conditions", problem, cure="the order is noise, keys, conditions, table", value=conditions)
     rule = guidance if len(prompts) > 1 else Alone()
     net.check_roles(rule.samples)
     height, width = noise.shape[1:3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from canvax.errors import HintWarning, InputError, check_number, nearest, warn
@@ -20,10 +20,10 @@ _LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
 """Names of a UNet's parts by those in diffusers' tables of weights."""
 
 
-def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
+def parse_weight(weight: Any, adapter: Adapter | None, components: Collection[str] = ()) -> Weights:
     """Return the weight of a caller by the beginnings of the names of its layers.
 
-    If ``adapter`` is None, the layers are not checked.
+    If ``adapter`` is None, the layers are not checked. ``components`` are those of the model that adapters can change.
 
     Raises:
         InputError: the weight is not a number, or is for layers that the adapter does not have.
@@ -34,7 +34,7 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
     if adapter is not None:
         paths = [".".join(key) for key in adapter.parts]
         parts = {key[0] for key in adapter.parts}
-        for name in [name for name in weights if name in _NETWORKS and name not in parts]:
+        for name in [name for name in weights if name in (*_NETWORKS, *components) and name not in parts]:
             if len(weights) > 1:  # many adapters change the UNet alone
                 warn(f"weight of {name!r}: the adapter changes nothing there", HintWarning)
                 del weights[name]

@@ -241,7 +241,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             adapter,
             weight,
             sha256_of(path),
-            weights=parse_weight(weight, adapter),
+            weights=parse_weight(weight, adapter, self._model.networks.adapted),
             source_keywords=origin.keywords,
             a1111_hash=a1111_hash_of(path),
             schedule=self._schedule_of(name, adapter, beside=beside),
@@ -399,7 +399,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             loaded, changed, before = {}, set(), self._loaded
             for name, adapter in self._loaded.items():
                 weight = weights.get(name, 0.0)
-                parsed = parse_weight(weight, adapter.adapter)
+                parsed = parse_weight(weight, adapter.adapter, self._model.networks.adapted)
                 tell_of_odd(name, parsed)
                 if parsed != adapter.weights and adapter.place is None:
                     changed |= adapter.adapter.parts.keys()

@@ -42,7 +42,7 @@ from canvax.params import Params
 from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.options import Step
 from canvax.pipelines.prepare import keeps, prepare
-from canvax.pipelines.request import InitImages, Request, check_composed
+from canvax.pipelines.request import InitImages, Output, Request, check_composed
 from canvax.pipelines.result import Clock, Display, Result
 from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
@@ -94,15 +94,16 @@ def text_to_image(
             decoded = ready["decoder"](params, samples)
             pixels = decoded[:count] if request.on_device else local_rows(decoded, count)[1]
 
-    if request.init_images is not None and request.init_images.masks:
+    if "decoder" in ready and request.init_images is not None and request.init_images.masks:
         pasted = request.init_images.pasted(np.asarray(pixels), indices)
         pixels = put(filled(pasted, latents[0]), over_batch(mesh))[:count] if request.on_device else pasted
-    if not (jnp if request.on_device else np).isfinite(pixels).all():
+    kind, checked = ("images", pixels) if "decoder" in ready else ("latents", rows)
+    if not (jnp if request.on_device else np).isfinite(checked).all():
         half = model.dtype == "float16"
         cause = "" if half else ", or its weights (params) are not finite"
         advice = "load it with dtype='bfloat16' or 'float32'" if half else "look at the weights"
         raise CanvaxError(
-            f"the images have values that are not finite: {model.name} overflows in {model.dtype}{cause}; {advice}, or "
+            f"the {kind} have values that are not finite: {model.name} overflows in {model.dtype}{cause}; {advice}, or "
             "lower the guidance scale"
         )
     timings = {"compile": display.compile_seconds, **clock.seconds, "step": clock.seconds["denoise"] / len(table)}
@@ -131,7 +132,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
         guidance=rule,
-        decoder=None if request.options.denoising_end < 1 else way,
+        decoder=None if request.options.denoising_end < 1 or request.output == "latent" else way,
         lengths=request.lengths,
         places=request.beside.places if request.beside else None,
     )
@@ -266,14 +267,15 @@ def two_passes(
         raise InputError(
             "hires", "does not go with several processes: no process has all images", value=request.options.hires
         )
-    first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
+    between: Output = "latent" if request.options.hires_method == "latent" else "np"
+    first = text_to_image(model, programs, params, replace(request, output=between), cure, counts)
     second = text_to_image(model, programs, params, enlarged(larger, first.pixels, first.latents), cure, counts)
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
     steered = {"steered": True} if any("steered" in one.metadata[0] for one in (first, second)) else {}
     records, images = [record | steered for record in first.metadata], second.images
     if not request.on_device:
         images = [
-            GeneratedImage.of(image, record) for image, record in zip(to_pil(second.pixels), records, strict=True)
+            GeneratedImage.of(image, record) for image, record in zip(to_pil(second.pixels), records, strict=False)
         ]
     return replace(
         second,

@@ -303,7 +303,8 @@ class Pipeline(LoadedModel):
             adapters: weights of adapters beside the weights, ``{"ink": 0.8}``, or a list with a table for each image,
                 None for an image without; by default as they are set (docs/adapters.md).
             output_type: kind of ``Result.images``: "pil"; "np" for ``Result.pixels``; "jax" for the same as an array
-                on the devices, split over the mesh, which is not copied to the host; "latent" for ``Result.latents``.
+                on the devices, split over the mesh, which is not copied to the host; "latent" for ``Result.latents``,
+                without the decoder and the safety checker.
 
         Returns:
             The images; if several processes generate together, those of this process.
@@ -334,7 +335,7 @@ class Pipeline(LoadedModel):
             # The caller's parameters have no adapters, so the metadata of their images has none.
             model = self.model if attached else replace(self.model, merged={})
             call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
-            request = replace(self._request(call, adapters, as_set=as_set), on_device=output == "jax")
+            request = replace(self._request(call, adapters, as_set=as_set), output=output)
         return as_output(self._generate(model, request, params, seed), output)
 
     def start(

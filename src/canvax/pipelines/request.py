@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from PIL import Image
@@ -61,6 +61,10 @@ LAMBDA, LARGEST_LAMBDA = 0.6, 2.0
 """Usual and largest guidance scale of CFG++; the paper has 0..1."""
 
 
+Output = Literal["pil", "np", "numpy", "jax", "latent"]
+"""Kinds of ``Result.images``."""
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """A checked call; lists have an entry for each image.
@@ -71,7 +75,7 @@ class Request:
         embedded: the model reads no negative prompt at any guidance scale.
         guidance_off: ``Family.guidance_off``.
         guidance_kind: ``Family.guidance``.
-        on_device: keep pixels and latents on the devices.
+        output: kind of ``Result.images``; "latent" needs no decoder.
     """
 
     prompts: list[str]
@@ -99,7 +103,7 @@ class Request:
     image_prompts: ImagePrompts | None = None
     beside: Shares | None = None
     references: References | None = None
-    on_device: bool = False
+    output: Output = "pil"
 
     def fingerprint(self) -> list[Any]:
         """Return all values, except seeds, that must be the same in processes that generate together."""
@@ -117,6 +121,11 @@ class Request:
         image += [self.beside and (self.beside.places, self.beside.records)]
         image += [self.references and (self.references.sizes, self.references.fingerprints)]
         return [decided, digest, image, self.options.changed(), self.options.callback is not None]
+
+    @property
+    def on_device(self) -> bool:
+        """True if pixels and latents stay on the devices."""
+        return self.output == "jax"
 
     @property
     def guided(self) -> bool:

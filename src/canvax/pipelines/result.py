@@ -54,8 +54,8 @@ class Result(Generic[Images]):
             run was stopped by ``denoising_end``. With an ``output_type``, ``pixels`` or ``latents``, as in diffusers:
             then the type is ``Result[np.ndarray]``.
         pixels: the same as an array [B, H, W, C] float32 in 0..1, before rounding to 8 bits; C is 4 for a model of
-            images with alpha, else 3. With ``output_type="jax"``
-            it is a JAX array on the devices, and so is ``latents``.
+            images with alpha, else 3. B is 0 with ``output_type="latent"`` and after ``denoising_end``, which need no
+            decoder. With ``output_type="jax"`` it is a JAX array on the devices, and so is ``latents``.
         latents: the decoder's input [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` they are noisy, in the variance-preserving frame, to continue with ``denoising_start``.
         metadata: for each image, everything needed to generate it again.
@@ -106,7 +106,10 @@ class Result(Generic[Images]):
 
     def _check_finished(self) -> None:
         if not len(self.pixels) and self.metadata:
-            raise InputError("there are no images: the run was stopped by denoising_end; go on from result.latents")
+            raise InputError(
+                "there are no images: denoising_end or output_type='latent' left the decoder out; go on from "
+                "result.latents"
+            )
 
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image.Image:
         """Join all images in one, near square unless ``rows`` or ``cols`` are given, with the metadata of each."""

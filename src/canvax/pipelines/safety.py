@@ -79,7 +79,7 @@ class SafetyChecker:
     def __call__(self, result: Result) -> Result:
         """Return ``result`` with refused images in black, and with ``nsfw`` in the metadata of each.
 
-        The result of a run that ``denoising_end`` stopped has no images, and is returned unchanged.
+        A result without pixels (``output_type="latent"``, ``denoising_end``) is returned unchanged.
         """
         if not len(result.pixels):
             return result

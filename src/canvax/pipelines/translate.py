@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignNa
 from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
 from canvax.pipelines.options import Options, Step, check_options
+from canvax.pipelines.request import Output
 from canvax.samplers import find
 from canvax.settings import declared
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.result import Result
 
-Output = Literal["pil", "np", "numpy", "jax", "latent"]
-"""Kinds of ``Result.images``."""
 _OWN = tuple(declared(Options))
 _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
 _OF_UPSCALE = ("image", "prompt", "negative_prompt", *declared(Enlarging))
@@ -35,8 +34,9 @@ _METADATA = {name for name, key in KEYS.items() if key.of == "fact"} - {*_OWN}
 GIVEN = CALL | {
     "prompt_embeds": ForeignName(becomes="prompt"),
     "negative_prompt_embeds": ForeignName(becomes="negative_prompt"),
+    "guidance": ForeignName(becomes="guidance_scale guidance_method"),
 }
-"""Arguments by the names that errors of a call must use."""
+"""Arguments by the names that errors of a call must use; ``guidance`` is a scale or a rule."""
 
 
 @cache
@@ -147,9 +147,11 @@ def _is_rule(guidance: Any) -> bool:
 
 def decided(keywords: Mapping[str, Any]) -> set[str]:
     """Return the arguments and options, under canvax's names, that keywords of a call decide."""
-    names = {GIVEN[name].becomes or name if name in GIVEN else name for name in keywords}
-    if _is_rule(keywords.get("guidance")):
-        names = names - ({"guidance_scale"} - {*keywords}) | {"guidance_method"}
+    texts = (GIVEN[name].becomes or name if name in GIVEN else name for name in keywords)
+    names = {name for text in texts for name in text.split()}
+    if "guidance" in keywords:
+        other = "guidance_scale" if _is_rule(keywords["guidance"]) else "guidance_method"
+        names -= {other} - {*keywords}
     names |= {other for name in names & _REPLACES.keys() for other in _REPLACES[name]}
     return names | check_options(keywords.get("options")).changed_names()
 

@@ -374,7 +374,8 @@ def adapter_info(path: Path) -> dict[str, Any]:
             ranks |= {shape[0]} if split.role == "down" and shape else set()
     parts: Counter[str] = Counter()
     for module, held in roles.items():
-        denoiser = "UNet" if unet else "transformer"
+        first, dot, _ = module.removeprefix("base_model.model.").partition(".")
+        denoiser = "UNet" if unet else "transformer" if family else first if dot else "network"
         component = next((name for name, pattern in _COMPONENTS if pattern.match(module)), denoiser)
         kind = kind_of(frozenset(held - _OF_BIAS.keys()))
         dora = " with DoRA" if held & _DORA else ""
