@@ -217,8 +217,8 @@ def _value_at(path: str, value: Any) -> str:
     return f"{path}={shown(value)}"
 
 
-async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
-    """Return the text fields of a multipart form, and its files in order with the names of their fields.
+async def read_form(request: Request) -> tuple[list[tuple[str, str]], list[tuple[str, bytes]]]:
+    """Return the texts of a multipart form and its files, in order with the names of their fields.
 
     Raises:
         Rejected: the body is not a form, is damaged or has too many parts.
@@ -247,14 +247,14 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
         raise Rejected(400, "invalid_form", f"the form cannot be read: {reason}") from None
 
 
-async def _parts(form: FormData) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
-    fields: dict[str, str] = {}
+async def _parts(form: FormData) -> tuple[list[tuple[str, str]], list[tuple[str, bytes]]]:
+    fields: list[tuple[str, str]] = []
     files: list[tuple[str, bytes]] = []
     for name, value in form.multi_items():
         if isinstance(value, UploadFile):
             files.append((name, await value.read()))
         elif value:  # an empty field is one that was not filled in
-            fields[name] = value
+            fields.append((name, value))
     return fields, files
 
 
