@@ -18,12 +18,14 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.compile.monitor import counting
 from canvax.denoise import Known, _blend_known
+from canvax.errors import InputError
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.noise import initial_noise
 from canvax.pipelines.generate import text_to_image
+from canvax.pipelines.options import check_options
 from canvax.pipelines.prepare import encode_images
-from canvax.pipelines.request import Call, is_alone, make_request
+from canvax.pipelines.request import Call, check_init_images, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
 from tests.support.refusals import refused
@@ -140,6 +142,20 @@ def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.Pipeline, apple: I
 
 
 # Other canvases
+
+
+def test_an_extended_image_keeps_its_proportions(apple: Image.Image) -> None:
+    def size(wanted: tuple[int | None, int | None], **more: Any) -> tuple[int, int]:
+        options = check_options(canvax.Options(outpaint=f"left={SIZE}", **more))
+        return check_init_images(apple, None, None, wanted, 1, 8, options).size
+
+    assert size((None, None)) == (SIZE, 2 * SIZE)
+    assert size((SIZE // 2, SIZE)) == (SIZE // 2, SIZE)
+    for wanted in ((SIZE, SIZE), (None, SIZE), (2 * SIZE, None)):
+        with pytest.raises(InputError) as squeezed:
+            size(wanted)
+        assert squeezed.value.argument == "outpaint"
+    assert size((SIZE, SIZE), padding_mask_crop=8) == (SIZE, SIZE)  # the size of the part
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -552,6 +553,8 @@ def check_init_images(
         strength = STRENGTH_OF_MASKED if masks else STRENGTH
     strength = check_strength(strength)
     height, width = _sides(images, size, factor)
+    if options.outpaint and options.padding_mask_crop is None:
+        _check_extended(images, height, width, factor)
     if options.padding_mask_crop is not None:
         return _cut_out(images, masks, strength, fingerprints, (height, width), options)
     images = [resized(image, height, width) for image in images]
@@ -602,6 +605,15 @@ def _outpainted(
     count = max(len(images), len(holes))
     whole = [around(entry(holes, i), entry(images, i).size, sides) for i in range(count)]
     return [extended(image, sides) for image in images], whole
+
+
+def _check_extended(images: list[Image.Image], height: int, width: int, factor: int) -> None:
+    """Refuse a size of other proportions than extended images, which would be squeezed to it."""
+    for image in images:
+        apart = abs(image.width * height / image.height - width), abs(image.height * width / image.width - height)
+        if min(apart) >= math.lcm(SIZE_STEP, factor):
+            problem = f"makes {_size(image)} pixels, of other proportions than {width} x {height}"
+            raise InputError("outpaint", problem, cure="leave {height} and {width} out")
 
 
 def _cut_out(

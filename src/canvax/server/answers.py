@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 from anyio.lowlevel import RunVar
+from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -272,6 +273,12 @@ def nearest_size(card: ModelCard, size: tuple[int, int]) -> tuple[int, int]:
         return round(proportions, 3), abs(math.log(other[0] * other[1] / (size[0] * size[1])))
 
     return min(card.sizes or (card.native,), key=apart)
+
+
+def size_of(card: ModelCard, image: Image.Image) -> tuple[int, int]:
+    """Return the size (width, height) of an image if the model can make it, else the nearest that is ready."""
+    whole = card.any_size and all(side % card.size_step == 0 for side in image.size)
+    return image.size if whole or image.size in card.sizes else nearest_size(card, image.size)
 
 
 async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:

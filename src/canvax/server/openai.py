@@ -39,6 +39,7 @@ from canvax.server.answers import (
     read_form,
     read_json,
     sent_event,
+    size_of,
     submitted,
     watched,
 )
@@ -236,10 +237,9 @@ def _check_together(body: Generation, card: ModelCard) -> None:
 def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple[int | None, int | None]:
     """Return width and height. A size that only OpenAI's models have becomes the nearest one of this model."""
     if body.size in (None, "", "auto"):
-        if image is None or body.width or body.height:
+        if image is None or body.width or body.height or (body.options or {}).get("outpaint"):
             return body.width, body.height
-        whole = all(side % card.size_step == 0 for side in image.size)
-        return image.size if image.size in card.sizes or (card.any_size and whole) else nearest_size(card, image.size)
+        return size_of(card, image)
     match = re.fullmatch(r"(\d{1,5})\s*[x×]\s*(\d{1,5})", body.size, re.ASCII | re.IGNORECASE)
     if not match or not all(map(int, match.groups())):
         raise Rejected(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
