@@ -1629,6 +1629,31 @@ def test_an_upscaled_image_of_elsewhere(saving: Site, how: str) -> None:
 
 
 @thorough
+def test_an_outpainted_image_of_elsewhere(saving: Site) -> None:
+    """It is not outpainted once more; the form leaves that out and says so."""
+    made = {
+        "prompt": "a fox",
+        "seed": 7,
+        "width": 96,
+        "height": 64,
+        "options": {"outpaint": [32, 0, 0, 0], "clip_skip": 1},
+    }
+    assert saving.folder
+    saving.folder.mkdir()
+    save_numbered(saving.folder, Image.new("RGB", (96, 64)), made, 7)
+    saving.open()
+    for key, count in (("Shift+V", 1), ("e", 2)):
+        saving.key(key, count - 1)  # of the oldest tile
+        saving.images(count + 1)
+    assert [body["options"] for body in saving.bodies] == [{"clip_skip": 1}] * 2
+    saving.key("r", 2)
+    saving.page.wait_for_selector(".toast >> text=without outpaint")
+    saving.page.click("#draw")
+    saving.images(4)
+    assert saving.bodies[2]["options"] == {"clip_skip": 1}
+
+
+@thorough
 def test_sheet(site: Site) -> None:
     site.engine.pace = 0.01
     site.page.fill("#prompt", "a red apple")

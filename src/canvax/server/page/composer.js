@@ -131,6 +131,7 @@ export function notTaken({ model: name, width, height, options = {}, vae }) {
   }
   if (width && height && (w !== width || h !== height)) left.push({ setting: "size", text: `the size ${width} × ${height} (now ${w} × ${h})` });
   const used = other || model()?.vae || "the model's";
+  if (options.outpaint) left.push({ setting: "outpaint", text: "outpaint" });
   if (vae && stem(vae) !== stem(used)) left.push({ setting: "vae", text: `the VAE ${vae} (${used} is used)` });
   if (options.hires > 1 && times !== options.hires) {
     const nearest = [...$("hires").options].map(({ value }) => Number(value)).filter((value) => value > 1).at(-1);
@@ -398,7 +399,7 @@ export function settings() {
   return Object.assign(result, besideSettings());
 }
 
-/** Without what has no effect without a mask. */
+/** Without those of a mask. */
 export const maskless = (options) => Object.fromEntries(Object.entries(options).filter(([name]) => !name.includes("mask")));
 
 const usable = () => (input?.mask ? { ...others } : maskless(others));
@@ -427,8 +428,8 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, qual
   showHires(hires);
   $("sigmas").value = rest.sigmas ?? "";
   showSampler();
-  // Those of a control image have fields; a list of sigmas has none.
-  others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_") && (name !== "sigmas" || !$("sigmas").value)));
+  // Those of a control image have fields, a list of sigmas none; outpaint is left out.
+  others = Object.fromEntries(Object.entries(rest).filter(([name]) => !/^control_|outpaint/.test(name) && (name !== "sigmas" || !$("sigmas").value)));
   showOthers();
 }
 
