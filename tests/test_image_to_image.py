@@ -289,6 +289,22 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
     painted.paste((0, 0, 0, 255), (0, 0, 4, 8))
     (mask,) = read_images("mask", painted, 1, grey=True)
     assert (mask.getpixel((0, 0)), mask.getpixel((7, 0))) == (255, 0)
+    for colour in ((255, 255, 255), (226, 71, 122)):  # a soft brush on an empty layer
+        strokes = np.zeros((8, 8, 4), np.uint8)
+        strokes[:, 2:] = [(*colour, 0), (*colour, 60), (*colour, 130), (*(shade ^ 1 for shade in colour), 200),
+                          (*colour, 255), (*colour, 255)]  # fmt: skip
+        np.testing.assert_array_equal(read_images("mask", strokes, 1, grey=True)[0], strokes[..., 3])
+    erased = np.dstack([np.arange(256, dtype=np.uint8).reshape(16, 16)] * 3 + [np.full((16, 16), 255, np.uint8)])
+    erased[:4, :, 3], erased[4, :, 3] = 0, 100
+    (mask,) = read_images("mask", erased, 1, grey=True)
+    np.testing.assert_array_equal(mask, 255 - erased[..., 3])
+    palette = Image.fromarray(erased).quantize()
+    assert read_images("mask", palette, 1, grey=True)[0].getpixel((0, 0)) == 255
+    for level, white in ((255, 0), (0, 0)):  # black all over, and an empty layer
+        (mask,) = read_images("mask", Image.new("RGBA", (8, 8), (0, 0, 0, level)), 1, grey=True)
+        assert mask.getextrema() == (white, white)
+    erased[..., 3] = 200  # all of it alike: the brightness
+    assert np.ptp(read_images("mask", erased, 1, grey=True)[0]) > 100
     for mode in ("1", "L", "P", "I;16", "LA"):
         assert read_images("image", Image.new(mode, (8, 8)), 1)[0].mode == "RGB"
 
