@@ -23,6 +23,7 @@ from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.noise import initial_noise
 from canvax.pipelines.generate import text_to_image
+from canvax.pipelines.hints import hints
 from canvax.pipelines.options import check_options
 from canvax.pipelines.prepare import encode_images
 from canvax.pipelines.request import Call, check_init_images, is_alone, make_request
@@ -139,6 +140,14 @@ def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.Pipeline, apple: I
     result = draw(emoji, image=apple, height=np.int64(SIZE), width=np.int64(SIZE), strength=0.5)
     assert result.metadata[0]["image_sha256"] == fingerprint(apple)
     np.testing.assert_array_equal(result.latents, draw(emoji, image=apple, strength=0.5).latents)
+
+
+def test_an_inpainting_model_without_a_mask(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(emoji.model.networks), "inpaints", True)
+    image = Image.new("RGB", (SIZE, SIZE))
+    for more, hinted in (({"image": image}, True), ({"image": image, "mask": half()}, False), ({}, False)):
+        request = make_request(emoji.model, Call("a cat", options=canvax.Options(progress=False), **more))
+        assert ("image" in [hint.argument for hint in hints(emoji.model, request)]) == hinted
 
 
 # Other canvases
