@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from PIL import Image
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.cli.arguments import parse
+from canvax.cli.images import gather, sized
 from canvax.compile.monitor import counting
 from canvax.denoise import Known, _blend_known
 from canvax.errors import InputError
@@ -374,6 +377,24 @@ def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.Pipeline) -> N
 
 
 # The command line
+
+
+@pytest.mark.parametrize("begins", [(), ("--strength", "0.5")])
+def test_a_photo_whose_size_only_some_models_make(begins: tuple[str, ...], tmp_path: Path) -> None:
+    """The error is about the photo, with a size near the model's in its proportions."""
+    Image.new("RGB", (304, 200)).save(tmp_path / "odd.png")
+    facts = SimpleNamespace(denoiser=SimpleNamespace(facts=SimpleNamespace(edits=False)), size_step=16)
+    model: Any = SimpleNamespace(name="m", networks=facts, native_size=(512, 512))
+    words = ["generate", "a cat", "--image", str(tmp_path / "odd.png"), *begins]
+    calls, _ = gather(parse(words))
+    with pytest.raises(InputError) as refusal:
+        sized(calls, model)
+    assert refusal.value.argument == "image"
+    sides = [int(side) for side in re.findall(r"(?:width|height)=(\d+)", refusal.value.cure)]
+    assert sides == [624, 416]
+    model.networks.size_step = 8
+    (call,) = sized(calls, model)
+    assert (call.width, call.height) == (304, 200)
 
 
 def test_command_line(
