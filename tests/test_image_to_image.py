@@ -379,6 +379,13 @@ def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.Pipeline) -> N
 # The command line
 
 
+def test_a_second_image_is_a_reference() -> None:
+    for flag, names in (("--image", True), ("--mask", False)):
+        with pytest.warns(canvax.HintWarning) as hinted:
+            parse(["generate", "a cat", flag, "a.png", flag, "b.png"])
+        assert ("--reference" in str(hinted[0].message)) == names
+
+
 @pytest.mark.parametrize("begins", [(), ("--strength", "0.5")])
 def test_a_photo_whose_size_only_some_models_make(begins: tuple[str, ...], tmp_path: Path) -> None:
     """The error is about the photo, with a size near the model's in its proportions."""

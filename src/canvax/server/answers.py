@@ -187,7 +187,9 @@ def field_error(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
     else:
         choices = _choices(kind, path) if "enum" in message else []
         wants = f" is not {' or '.join(choices)}" if choices else f": {message[:1].lower()}{message[1:]}"
-        message = (_value_at(path, sent) if path else "the body") + wants
+        # The entries of a list of a wrong length may be images, which are long texts.
+        value = path if "`array` of length" in message else _value_at(path, sent)
+        message = (value if path else "the body") + wants
         if message.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
             message += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
     return Rejected(status, "invalid_value", message, param=path.split("[")[0].rstrip(".")[:80] or None)
