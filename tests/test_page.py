@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw
 
 from canvax.images.formats import save_keywords
 from canvax.images.metadata import read_metadata, save_numbered
@@ -743,6 +743,28 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
     site.draw("a red apple")
     body = site.bodies[-1]
     assert decoded(body["mask"]).size == decoded(body["image"]).size == (body["width"], body["height"]) == (96, 64)
+
+
+@thorough
+@pytest.mark.parametrize(("size", "kept"), [("96x64", (16, 0, 80, 64)), ("64x64", (8, 8, 56, 56))])
+def test_an_input_image_is_extended(site: Site, size: str, kept: tuple[int, int, int, int]) -> None:
+    """All of it stays, in the middle; what is around it is generated."""
+    photo = Image.new("RGB", (64, 64), "blue")
+    photo.paste("red", (0, 0, 64, 32))
+    site.drop("body", photo)
+    site.page.wait_for_selector("#input", state="visible")
+    site.page.select_option("#size", size)
+    site.page.click("#input-extend")
+    site.page.wait_for_selector("text=Change the mask")
+    assert site.page.locator("#input-extend").is_hidden()
+    site.draw("a house")
+    body = site.bodies[-1]
+    image, mask = decoded(body["image"]).convert("RGB"), decoded(body["mask"]).convert("L")
+    assert image.size == mask.size == (body["width"], body["height"])
+    assert ImageChops.invert(mask).getbbox() == kept
+    small = image.crop(kept)
+    assert [small.getpixel((2, y)) for y in (0, small.height - 1)] == [(255, 0, 0), (0, 0, 255)]
+    assert body["strength"] == 1
 
 
 @thorough
