@@ -204,6 +204,7 @@ def test_images_are_asked_for_and_compared(name: str, files: Path, capsys: pytes
     with pytest.raises(canvax.InputError) as refused:
         gather(parse(["generate", "--from-image", "it.png"]))
     assert refused.value.argument in (KEYS[name].argument, "image")  # a mask needs an image first
+    assert ("--reference" in refused.value.cure) == (name == "references_sha256")
     assert KEYS[name].argument in as_job(metadata)["missing"]
     PHOTO.rotate(180).convert("L").save("mask.png")
     words = shlex.split(put(again(metadata).command, "other.png"))[2:]

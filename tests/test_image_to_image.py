@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,19 @@ from PIL import Image
 
 import canvax
 from canvax.cli import main
+from canvax.cli.arguments import parse
+from canvax.cli.images import gather, sized
 from canvax.compile.monitor import counting
 from canvax.denoise import Known, _blend_known
+from canvax.errors import InputError
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.noise import initial_noise
 from canvax.pipelines.generate import text_to_image
+from canvax.pipelines.hints import hints
+from canvax.pipelines.options import check_options
 from canvax.pipelines.prepare import encode_images
-from canvax.pipelines.request import Call, is_alone, make_request
+from canvax.pipelines.request import Call, check_init_images, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
 from tests.support.refusals import refused
@@ -139,7 +145,29 @@ def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.Pipeline, apple: I
     np.testing.assert_array_equal(result.latents, draw(emoji, image=apple, strength=0.5).latents)
 
 
+def test_an_inpainting_model_without_a_mask(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(emoji.model.networks), "inpaints", True)
+    image = Image.new("RGB", (SIZE, SIZE))
+    for more, hinted in (({"image": image}, True), ({"image": image, "mask": half()}, False), ({}, False)):
+        request = make_request(emoji.model, Call("a cat", options=canvax.Options(progress=False), **more))
+        assert ("image" in [hint.argument for hint in hints(emoji.model, request)]) == hinted
+
+
 # Other canvases
+
+
+def test_an_extended_image_keeps_its_proportions(apple: Image.Image) -> None:
+    def size(wanted: tuple[int | None, int | None], **more: Any) -> tuple[int, int]:
+        options = check_options(canvax.Options(outpaint=f"left={SIZE}", **more))
+        return check_init_images(apple, None, None, wanted, 1, 8, options).size
+
+    assert size((None, None)) == (SIZE, 2 * SIZE)
+    assert size((SIZE // 2, SIZE)) == (SIZE // 2, SIZE)
+    for wanted in ((SIZE, SIZE), (None, SIZE), (2 * SIZE, None)):
+        with pytest.raises(InputError) as squeezed:
+            size(wanted)
+        assert squeezed.value.argument == "outpaint"
+    assert size((SIZE, SIZE), padding_mask_crop=8) == (SIZE, SIZE)  # the size of the part
 
 
 @pytest.mark.slow
@@ -273,6 +301,22 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
     painted.paste((0, 0, 0, 255), (0, 0, 4, 8))
     (mask,) = read_images("mask", painted, 1, grey=True)
     assert (mask.getpixel((0, 0)), mask.getpixel((7, 0))) == (255, 0)
+    for colour in ((255, 255, 255), (226, 71, 122)):  # a soft brush on an empty layer
+        strokes = np.zeros((8, 8, 4), np.uint8)
+        strokes[:, 2:] = [(*colour, 0), (*colour, 60), (*colour, 130), (*(shade ^ 1 for shade in colour), 200),
+                          (*colour, 255), (*colour, 255)]  # fmt: skip
+        np.testing.assert_array_equal(read_images("mask", strokes, 1, grey=True)[0], strokes[..., 3])
+    erased = np.dstack([np.arange(256, dtype=np.uint8).reshape(16, 16)] * 3 + [np.full((16, 16), 255, np.uint8)])
+    erased[:4, :, 3], erased[4, :, 3] = 0, 100
+    (mask,) = read_images("mask", erased, 1, grey=True)
+    np.testing.assert_array_equal(mask, 255 - erased[..., 3])
+    palette = Image.fromarray(erased).quantize()
+    assert read_images("mask", palette, 1, grey=True)[0].getpixel((0, 0)) == 255
+    for level, white in ((255, 0), (0, 0)):  # black all over, and an empty layer
+        (mask,) = read_images("mask", Image.new("RGBA", (8, 8), (0, 0, 0, level)), 1, grey=True)
+        assert mask.getextrema() == (white, white)
+    erased[..., 3] = 200  # all of it alike: the brightness
+    assert np.ptp(read_images("mask", erased, 1, grey=True)[0]) > 100
     for mode in ("1", "L", "P", "I;16", "LA"):
         assert read_images("image", Image.new(mode, (8, 8)), 1)[0].mode == "RGB"
 
@@ -333,6 +377,31 @@ def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.Pipeline) -> N
 
 
 # The command line
+
+
+def test_a_second_image_is_a_reference() -> None:
+    for flag, names in (("--image", True), ("--mask", False)):
+        with pytest.warns(canvax.HintWarning) as hinted:
+            parse(["generate", "a cat", flag, "a.png", flag, "b.png"])
+        assert ("--reference" in str(hinted[0].message)) == names
+
+
+@pytest.mark.parametrize("begins", [(), ("--strength", "0.5")])
+def test_a_photo_whose_size_only_some_models_make(begins: tuple[str, ...], tmp_path: Path) -> None:
+    """The error is about the photo, with a size near the model's in its proportions."""
+    Image.new("RGB", (304, 200)).save(tmp_path / "odd.png")
+    facts = SimpleNamespace(denoiser=SimpleNamespace(facts=SimpleNamespace(edits=False)), size_step=16)
+    model: Any = SimpleNamespace(name="m", networks=facts, native_size=(512, 512))
+    words = ["generate", "a cat", "--image", str(tmp_path / "odd.png"), *begins]
+    calls, _ = gather(parse(words))
+    with pytest.raises(InputError) as refusal:
+        sized(calls, model)
+    assert refusal.value.argument == "image"
+    sides = [int(side) for side in re.findall(r"(?:width|height)=(\d+)", refusal.value.cure)]
+    assert sides == [624, 416]
+    model.networks.size_step = 8
+    (call,) = sized(calls, model)
+    assert (call.width, call.height) == (304, 200)
 
 
 def test_command_line(

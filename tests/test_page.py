@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw
 
 from canvax.images.formats import save_keywords
 from canvax.images.metadata import read_metadata, save_numbered
@@ -743,6 +743,28 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
     site.draw("a red apple")
     body = site.bodies[-1]
     assert decoded(body["mask"]).size == decoded(body["image"]).size == (body["width"], body["height"]) == (96, 64)
+
+
+@thorough
+@pytest.mark.parametrize(("size", "kept"), [("96x64", (16, 0, 80, 64)), ("64x64", (8, 8, 56, 56))])
+def test_an_input_image_is_extended(site: Site, size: str, kept: tuple[int, int, int, int]) -> None:
+    """All of it stays, in the middle; what is around it is generated."""
+    photo = Image.new("RGB", (64, 64), "blue")
+    photo.paste("red", (0, 0, 64, 32))
+    site.drop("body", photo)
+    site.page.wait_for_selector("#input", state="visible")
+    site.page.select_option("#size", size)
+    site.page.click("#input-extend")
+    site.page.wait_for_selector("text=Change the mask")
+    assert site.page.locator("#input-extend").is_hidden()
+    site.draw("a house")
+    body = site.bodies[-1]
+    image, mask = decoded(body["image"]).convert("RGB"), decoded(body["mask"]).convert("L")
+    assert image.size == mask.size == (body["width"], body["height"])
+    assert ImageChops.invert(mask).getbbox() == kept
+    small = image.crop(kept)
+    assert [small.getpixel((2, y)) for y in (0, small.height - 1)] == [(255, 0, 0), (0, 0, 255)]
+    assert body["strength"] == 1
 
 
 @thorough
@@ -1658,6 +1680,31 @@ def test_an_upscaled_image_of_elsewhere(saving: Site, how: str) -> None:
     page.wait_for_selector(".toast >> text=upscaled 2 ×")
     assert (page.input_value("#size"), page.input_value("#seed")) == ("96x64", "")
     assert page.input_value("#prompt") == "a fox"
+
+
+@thorough
+def test_an_outpainted_image_of_elsewhere(saving: Site) -> None:
+    """It is not outpainted once more; the form leaves that out and says so."""
+    made = {
+        "prompt": "a fox",
+        "seed": 7,
+        "width": 96,
+        "height": 64,
+        "options": {"outpaint": [32, 0, 0, 0], "clip_skip": 1},
+    }
+    assert saving.folder
+    saving.folder.mkdir()
+    save_numbered(saving.folder, Image.new("RGB", (96, 64)), made, 7)
+    saving.open()
+    for key, count in (("Shift+V", 1), ("e", 2)):
+        saving.key(key, count - 1)  # of the oldest tile
+        saving.images(count + 1)
+    assert [body["options"] for body in saving.bodies] == [{"clip_skip": 1}] * 2
+    saving.key("r", 2)
+    saving.page.wait_for_selector(".toast >> text=without outpaint")
+    saving.page.click("#draw")
+    saving.images(4)
+    assert saving.bodies[2]["options"] == {"clip_skip": 1}
 
 
 @thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from canvax.server.jobs import Job, JobRequest, Rejected, State
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
+from canvax.server.work import check
 from tests.support.drawing import small_emoji
 from tests.support.serving import until
 
@@ -56,6 +58,25 @@ def recording(engine: ImageEngine, fails: bool = False) -> Iterator[list[Job]]:
     finally:
         engine._book.record = record
         go_on.set()
+
+
+def test_images_keep_their_proportions() -> None:
+    image, mask = Image.new("RGB", (300, 200), "blue"), Image.new("L", (300, 200), 0)
+    for picture, white in ((image, "red"), (mask, 255)):
+        picture.paste(white, (50, 0, 250, 200))  # the middle square
+    request = JobRequest("a red apple", image=image, mask=mask, width=64, height=64)
+    whole = dataclasses.replace(request, options={"padding_mask_crop": 8})
+    checked, stretched, outside = (
+        check(each, "emoji", PIPE.model) for each in (request, dataclasses.replace(request, lenient=True), whole)
+    )
+    (cut,), (cut_mask,) = (getattr(checked.request.init_images, name) for name in ("images", "masks"))
+    assert (cut.getcolors(), cut_mask.getextrema()) == ([(64 * 64, (255, 0, 0))], (255, 255))
+    assert [hint.argument for hint in checked.hints] == ["image"]
+    for other in (stretched, outside):  # as A1111 does; only the part under the mask is resized
+        assert len(other.request.init_images.images[0].getcolors(1 << 16)) > 1
+        assert not other.hints
+    nearly = check(dataclasses.replace(request, image=image.resize((65, 64)), mask=None), "emoji", PIPE.model)
+    assert not nearly.hints
 
 
 def outcomes(calls: Sequence[Future[Job]]) -> list[str]:

@@ -33,7 +33,7 @@ from canvax.images.inputs import fingerprint, read_images
 from canvax.models.clip import clip_configs
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of
-from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
+from canvax.pipelines.checks import FITS_ALL, SIZE_STEP, check_prompts, check_size
 from canvax.pipelines.control import size_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.references import check_references
@@ -131,7 +131,8 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                     raise InputError("reference", problem, cure="leave it out", value=call.image[1])
                 else:
                     source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
-                sizes[images] = (height, width) if source is None or source.boxes else source.size
+                fits = source is None or source.boxes or all(side % FITS_ALL == 0 for side in source.size)
+                sizes[images] = source.size if source and fits and not source.boxes else (height, width)
                 if call.control:  # each is read here, before anything is loaded
                     read = control_files(call.control)
                     size = size_of(read, (height, width), SIZE_STEP) if read else (height, width)
@@ -163,16 +164,18 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
     edits = model.networks.denoiser.facts.edits
     resized = []
     for call in calls:
-        if is_alone(call, call.options):
-            key = call.image, call.height, call.width
-            if key not in known and edits:
+        alone, asked = is_alone(call, call.options), (call.height, call.width)
+        if alone or (call.image is not None and None in asked and call.options.padding_mask_crop is None):
+            key = call.image, call.mask, call.strength, *asked, call.options
+            if key not in known and alone and edits:
                 height, width = check_references(call.image, model.networks).sizes[0]
                 known[key] = call.height or height, call.width or width
             elif key not in known:
                 if isinstance(call.image, tuple):
                     problem = f"is for models that edit, and {model.name} is none"
                     raise InputError("reference", problem, cure="leave it out", value=call.image[1])
-                source = check_init_images(call.image, None, None, key[1:], 1, SIZE_STEP, call.options)
+                step, native = model.networks.size_step, model.native_size
+                source = check_init_images(*key[:3], asked, 1, step, call.options, native=native)
                 assert source is not None
                 known[key] = source.size
             call = dataclasses.replace(call, height=known[key][0], width=known[key][1])

@@ -92,7 +92,8 @@ class Parser(argparse.ArgumentParser):
             value = value if sign else following
             again = action.dest in seen
             if seen.setdefault(action.dest, value) != value or (action.nargs and again):
-                warn(HintWarning(f"{flag} is given twice; the last value, {value[:80]!r}, counts"))
+                more = ", further images are --reference" if flag == "--image" and "--reference" in of else ""
+                warn(HintWarning(f"{flag} is given twice; the last value, {value[:80]!r}, counts{more}"))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Read the value of a flag written ``--flag=--``, which argparse reads as no value."""

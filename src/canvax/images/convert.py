@@ -12,6 +12,9 @@ from canvax.errors import InputError, warn
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+ONE_COLOUR = 8
+"""Difference of brightness within one colour: programs round the colours of translucent pixels."""
+
 
 def to_uint8(images: Any) -> np.ndarray:
     """Convert floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
@@ -98,7 +101,19 @@ def on_white(image: Image) -> Image:
 
 
 def upright_mask(image: Image) -> Image:
-    """Convert to an 8-bit mask with EXIF orientation: the brightness, or for a single colour the alpha channel."""
-    if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
-        image = image.getchannel("A")  # a mask that was painted into the alpha channel
-    return upright_rgb(image).convert("L")
+    """Convert to an 8-bit mask with EXIF orientation: the brightness, or the transparency of an image that has some.
+
+    Opaque parts are white if what is visible has one colour, as in a painted layer; transparent parts are white in a
+    picture from which a part was erased.
+    """
+    from PIL import ImageChops
+
+    image = upright(image)
+    if image.mode == "RGBA":
+        alpha = image.getchannel("A")
+        shades, opaque = np.asarray(image.convert("RGB").convert("L")), np.asarray(alpha)
+        visible = shades[opaque >= max(1, opaque.max() // 2)]
+        painted = np.ptp(visible if visible.size else shades) <= ONE_COLOUR
+        if opaque.min() < opaque.max() or (painted and not opaque.max()):
+            return alpha if painted else ImageChops.invert(alpha)
+    return on_white(image).convert("L")

@@ -19,6 +19,14 @@ def resized(image: Image.Image, height: int, width: int) -> Image.Image:
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
 
 
+def proportioned(image: Image.Image, width: int, height: int) -> Image.Image:
+    """Cut the edges of an image to the proportions of a size, around its middle."""
+    scale = min(image.width / width, image.height / height)
+    wide, tall = (max(1, round(side * scale)) for side in (width, height))
+    left, top = (image.width - wide) // 2, (image.height - tall) // 2
+    return image if image.size == (wide, tall) else image.crop((left, top, left + wide, top + tall))
+
+
 def blurred(mask: Image.Image, radius: float) -> Image.Image:
     """Soften a mask's edges by a Gaussian with this standard deviation in pixels."""
     return mask.filter(ImageFilter.GaussianBlur(radius)) if radius else mask

@@ -177,7 +177,8 @@ def _needed(metadata: Mapping[str, Any], name: str, found: list[Any], where: str
     by = f" (read by {', '.join(map(str, networks))})" if networks else ""
     problem = f"is needed: {where} was made from {count} {key.noun}{'s' * (count > 1)}{by}"
     problem += f", and {len(found)} {'is' if len(found) == 1 else 'are'} given" if found else ""
-    return InputError(key.argument, problem, cure="name the same again")
+    more = "; in the shell those after the first are --reference" if name == "references_sha256" and count > 1 else ""
+    return InputError(key.argument, problem, cure=f"name the same again{more}")
 
 
 def other_model(metadata: Mapping[str, Any], other: Mapping[str, Any], where: str) -> Iterator[HintWarning]:

@@ -17,7 +17,7 @@ from canvax.call import MOST_IMAGES, Call, Tiling
 from canvax.errors import InputError, conflict, miscounted, plain, refuse_tracers
 from canvax.kernels.target import fast_16bit_dtype_of
 from canvax.noise import image_seeds
-from canvax.settings import check_setting
+from canvax.settings import check_setting, is_whole
 from canvax.types import DType
 
 LONGEST_PROMPT = 100_000
@@ -25,6 +25,8 @@ LONGEST_PROMPT = 100_000
 SIZE_STEP = 8
 FITS_ALL = 32
 """Every model takes sizes that are multiples of this many pixels."""
+USUAL_PIXELS = 1024 * 1024
+"""Pixels of an image while the model is not known."""
 LARGEST_WHOLE = 1536 * 1536
 """Images of up to this many pixels are decoded whole by default, whatever memory is free: the same seed gives the same
 image on every machine."""
@@ -115,17 +117,34 @@ def check_size(name: str, value: Any, default: int, factor: int | None = None) -
     return value
 
 
-def check_side(argument: str, name: str, side: int, factor: int) -> None:
-    """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not requested.
+def check_image_size(
+    argument: str, size: tuple[int, int], asked: tuple[Any, Any], factor: int, native: tuple[int, int] | None
+) -> None:
+    """Refuse images whose height or width was not requested and is no multiple of ``factor``.
 
-    ``factor=SIZE_STEP`` means that the model is not known yet: the cure then fits all models.
+    Args:
+        argument: the argument that has the images.
+        size: their width and height.
+        asked: requested height and width, or None.
+        factor: pixels per latent; ``SIZE_STEP`` while the model is not known.
+        native: height and width that the model was trained for; None while it is not known: the cure fits all models.
+
+    Raises:
+        InputError: a side cannot be generated; the error names a size that can, in the proportions of the image.
     """
-    if side % factor:
-        usable = FITS_ALL if factor == SIZE_STEP else factor
-        below = side // usable * usable
-        problem = f"has a {name} of {side} pixels, which is not a multiple of {factor}"
-        sides = " or ".join(f"{{{name}={each}}}" for each in (below, below + usable) if each)
-        raise InputError(argument, problem, cure=f"give {sides}, which it is resized to")
+    free = [name for name, side in zip(("width", "height"), reversed(asked), strict=True) if side is None]
+    sides = dict(zip(("width", "height"), size, strict=True))
+    if all(sides[name] % factor == 0 for name in free):
+        return
+    step = math.lcm(SIZE_STEP, factor) if native else FITS_ALL
+    pixels = math.prod(native) if native else min(math.prod(size), USUAL_PIXELS)
+    scale = math.sqrt(pixels / math.prod(size))
+    for name, side in zip(("width", "height"), reversed(asked), strict=True):
+        scale = side / sides[name] if is_whole(side) else scale
+    usable = {name: max(step, round(sides[name] * scale / step) * step) for name in free}
+    problem = f"is {size[0]} x {size[1]} pixels, and sides are multiples of {step}"
+    cure = " and ".join(f"{{{name}={side}}}" for name, side in usable.items())
+    raise InputError(argument, problem, cure=f"give {cure}, which it is resized to")
 
 
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:

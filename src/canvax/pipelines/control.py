@@ -20,7 +20,7 @@ from canvax.models.controlled import Control
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
-from canvax.pipelines.checks import check_side
+from canvax.pipelines.checks import check_image_size
 from canvax.pipelines.options import Options
 from canvax.settings import grouped, is_number
 from canvax.types import HostArray
@@ -49,18 +49,19 @@ class ControlImages:
         """Components of the networks."""
         return tuple(self.images)
 
-    def size(self, asked: tuple[Any, Any], factor: int) -> tuple[Any, Any]:
+    def size(self, asked: tuple[Any, Any], factor: int, native: tuple[int, int]) -> tuple[Any, Any]:
         """Return the requested height and width, or for None those of the control images.
 
         Raises:
             InputError: they have several sizes, or one that cannot be generated.
         """
-        return size_of(
-            (hint.image for images in self.images.values() for shown in images for hint in shown), asked, factor
-        )
+        hints = (hint for images in self.images.values() for shown in images for hint in shown)
+        return size_of((hint.image for hint in hints), asked, factor, native)
 
 
-def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) -> tuple[Any, Any]:
+def size_of(
+    images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int, native: tuple[int, int] | None = None
+) -> tuple[Any, Any]:
     """Return the same as ``ControlImages.size``."""
     if None not in asked:
         return asked
@@ -70,9 +71,7 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
             "control", "has images of several sizes", cure="give {height} and {width}, which they are resized to"
         )
     ((width, height),) = sizes
-    for name, side, side_length in (("height", height, asked[0]), ("width", width, asked[1])):
-        if side_length is None:
-            check_side("control", name, side, factor)
+    check_image_size("control", (width, height), asked, factor, native)
     return asked[0] or height, asked[1] or width
 
 

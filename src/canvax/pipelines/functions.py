@@ -145,7 +145,8 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
             "image", "is no image", cure="give a PIL image, a path, an array or a list of these", value=None
         )
     mode = model.networks.image_mode
-    images = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options(), mode)
+    step, native = model.networks.size_step, model.native_size
+    images = check_init_images(image, None, 1.0, (height, width), count, step, Options(), mode, native)
     assert images is not None
     pixels = jnp.asarray(np.stack([as_floats(image) for image in images.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]

@@ -174,6 +174,9 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     if begins and model.networks.controls and request.control is None:
         problem = f"is what the run begins from, at a strength of {STRENGTH:g}; no control network reads it"
         yield HintWarning("image", problem, cure="what such a network reads is {control=image}")
+    if init is not None and init.fingerprints and not init.masks and model.networks.inpaints:
+        problem = f"has no mask: {model.name} was trained to fill masks, and changes the whole image"
+        yield HintWarning("image", problem, cure="give {mask}, white where the image is to change")
     least = 128 if options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.init_images.masks if request.init_images else ())):
         yield HintWarning("mask", "is black, so the image stays as it is", cure="paint white what to generate")

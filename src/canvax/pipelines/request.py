@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -35,11 +36,11 @@ from canvax.pipelines.checks import (
     FITS_ALL,
     SIZE_STEP,
     check_guidance,
+    check_image_size,
     check_latents,
     check_prompts,
     check_second,
     check_seeds,
-    check_side,
     check_size,
     check_steps,
     check_strength,
@@ -185,13 +186,13 @@ def make_request(model: Model, call: Call) -> Request:
         size = (size[0] or tall, size[1] or wide)
     controls = check_control(model, call.control, len(prompts), options)
     if controls is not None and call.image is None:
-        size = controls.size(size, factor)
+        size = controls.size(size, factor, (tall, wide))
     references = _references(model, call, options)
     if references is not None:
         size = (size[0] or references.sizes[0][0], size[1] or references.sizes[0][1])
     image = call.image if references is None else None
     mode = model.networks.image_mode
-    init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options, mode)
+    init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options, mode, (tall, wide))
     if init is not None and init.masks and model.networks.denoiser.facts.edits:
         references = masked_reference(init.images, model.networks)
     if references is not None and any(embeds) and model.text.seeing(references.sizes) != model.text:
@@ -520,6 +521,7 @@ def check_init_images(
     factor: int,
     options: Options,
     mode: str = "RGB",
+    native: tuple[int, int] | None = None,
 ) -> InitImages | None:
     """Check the image, mask and strength of a call, and bring them to the size to generate.
 
@@ -532,6 +534,7 @@ def check_init_images(
         factor: pixels per latent.
         options: options of the call.
         mode: PIL's mode of the model's images.
+        native: height and width that the model was trained for; None while it is not known.
 
     Raises:
         InputError: an argument cannot be used.
@@ -564,7 +567,9 @@ def check_init_images(
     if strength is None:
         strength = STRENGTH_OF_MASKED if masks else STRENGTH
     strength = check_strength(strength)
-    height, width = _sides(images, size, factor)
+    height, width = _sides(images, size, factor, native)
+    if options.outpaint and options.padding_mask_crop is None:
+        _check_extended(images, height, width, factor)
     if options.padding_mask_crop is not None:
         return _cut_out(images, masks, strength, fingerprints, (height, width), options)
     images = [resized(image, height, width) for image in images]
@@ -582,17 +587,16 @@ def _given_options(options: Options) -> list[tuple[str, Any]]:
     return [("outpaint", options.outpaint), ("padding_mask_crop", options.padding_mask_crop)]
 
 
-def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tuple[int, int]:
+def _sides(
+    images: list[Image.Image], size: tuple[Any, Any], factor: int, native: tuple[int, int] | None
+) -> tuple[int, int]:
     if None in size and len({image.size for image in images}) > 1:
         raise InputError(
             "image", "has images of several sizes", cure="give {height} and {width}, which they are resized to"
         )
-    image_size = images[0].height, images[0].width
-    for name, asked, side in zip(("height", "width"), size, image_size, strict=True):
-        if asked is None:
-            check_side("image", name, side, factor)
-    height, width = (check_size(*side, factor) for side in zip(("height", "width"), size, image_size, strict=True))
-    return height, width
+    height, width = (check_size(name, side, 0, factor) for name, side in zip(("height", "width"), size, strict=True))
+    check_image_size("image", images[0].size, (height or None, width or None), factor, native)
+    return height or images[0].height, width or images[0].width
 
 
 def _outpainted(
@@ -615,6 +619,15 @@ def _outpainted(
     count = max(len(images), len(holes))
     whole = [around(entry(holes, i), entry(images, i).size, sides) for i in range(count)]
     return [extended(image, sides) for image in images], whole
+
+
+def _check_extended(images: list[Image.Image], height: int, width: int, factor: int) -> None:
+    """Refuse a size of other proportions than extended images, which would be squeezed to it."""
+    for image in images:
+        apart = abs(image.width * height / image.height - width), abs(image.height * width / image.width - height)
+        if min(apart) >= math.lcm(SIZE_STEP, factor):
+            problem = f"makes {_size(image)} pixels, of other proportions than {width} x {height}"
+            raise InputError("outpaint", problem, cure="leave {height} and {width} out")
 
 
 def _cut_out(

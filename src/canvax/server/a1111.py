@@ -49,7 +49,7 @@ from canvax.server.answers import (
     without_none,
 )
 from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
-from canvax.server.images_in import MOST_PIXELS, Pixels, bytes_of_text
+from canvax.server.images_in import MOST_PIXELS, Pixels, bytes_of_text, colours
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
 from canvax.server.part_cache import CONTROLNET
 from canvax.server.paths import ApiPath, Operation
@@ -897,10 +897,17 @@ def spec_of(sampler: str | None) -> SamplerSpec | None:
         return None
 
 
+def _mask_of(text: str) -> Image.Image:
+    """Return the mask: the brightness, or the alpha channel if a part is transparent, as A1111 reads it."""
+    mask = Pixels().read("mask", text)
+    transparent = mask.mode == "RGBA" and mask.getextrema()[3] != (255, 255)
+    return mask.getchannel("A") if transparent else colours("mask", mask, grey=True)
+
+
 def _source_images(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
     """Return the image and the mask, in which white is generated anew."""
     image = Pixels().read("init_images", body.init_images[0])
-    mask = Pixels().read("mask", body.mask, grey=True) if body.mask else None
+    mask = _mask_of(body.mask) if body.mask else None
     if mask is not None and mask.size != image.size:
         mask = mask.resize(image.size, Image.Resampling.LANCZOS)
     if mask is not None and body.inpainting_mask_invert:

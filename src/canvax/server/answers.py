@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 from anyio.lowlevel import RunVar
+from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -187,7 +188,9 @@ def field_error(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
     else:
         choices = _choices(kind, path) if "enum" in message else []
         wants = f" is not {' or '.join(choices)}" if choices else f": {message[:1].lower()}{message[1:]}"
-        message = (_value_at(path, sent) if path else "the body") + wants
+        # The entries of a list of a wrong length may be images, which are long texts.
+        value = path if "`array` of length" in message else _value_at(path, sent)
+        message = (value if path else "the body") + wants
         if message.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
             message += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
     return Rejected(status, "invalid_value", message, param=path.split("[")[0].rstrip(".")[:80] or None)
@@ -218,8 +221,8 @@ def _value_at(path: str, value: Any) -> str:
     return f"{path}={shown(value)}"
 
 
-async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
-    """Return the text fields of a multipart form, and its files in order with the names of their fields.
+async def read_form(request: Request) -> tuple[list[tuple[str, str]], list[tuple[str, bytes]]]:
+    """Return the texts of a multipart form and its files, in order with the names of their fields.
 
     Raises:
         Rejected: the body is not a form, is damaged or has too many parts.
@@ -248,14 +251,14 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
         raise Rejected(400, "invalid_form", f"the form cannot be read: {reason}") from None
 
 
-async def _parts(form: FormData) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
-    fields: dict[str, str] = {}
+async def _parts(form: FormData) -> tuple[list[tuple[str, str]], list[tuple[str, bytes]]]:
+    fields: list[tuple[str, str]] = []
     files: list[tuple[str, bytes]] = []
     for name, value in form.multi_items():
         if isinstance(value, UploadFile):
             files.append((name, await value.read()))
         elif value:  # an empty field is one that was not filled in
-            fields[name] = value
+            fields.append((name, value))
     return fields, files
 
 
@@ -273,6 +276,12 @@ def nearest_size(card: ModelCard, size: tuple[int, int]) -> tuple[int, int]:
         return round(proportions, 3), abs(math.log(other[0] * other[1] / (size[0] * size[1])))
 
     return min(card.sizes or (card.native,), key=apart)
+
+
+def size_of(card: ModelCard, image: Image.Image) -> tuple[int, int]:
+    """Return the size (width, height) of an image if the model can make it, else the nearest that is ready."""
+    whole = card.any_size and all(side % card.size_step == 0 for side in image.size)
+    return image.size if whole or image.size in card.sizes else nearest_size(card, image.size)
 
 
 async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:

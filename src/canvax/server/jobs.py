@@ -95,7 +95,8 @@ class JobRequest:
             leave one out. Their strengths are options. True with ``upscale``: each tile is the control image of itself.
         image_prompt: images that IP-Adapters read; None for none.
         options: values of ``canvax.Options`` by name; the engine refuses options that it does not offer.
-        lenient: ignore options that change nothing instead of refusing them: A1111's clients send whole forms.
+        lenient: ignore options that change nothing instead of refusing them, since A1111's clients send whole forms;
+            and stretch the image to the size, as A1111 does.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
         vae: an autoencoder that ``ModelCard.vaes`` lists, instead of the model's.
         controlnet: networks that ``ModelCard.controlnets`` lists, instead of those of the start: a name, or a list.

@@ -36,11 +36,11 @@ from canvax.server.answers import (
     error_headers,
     json_answer,
     model_named,
-    nearest_size,
     once_of,
     read_json,
     reading,
     sent_event,
+    size_of,
     watched,
 )
 from canvax.server.control import public_names
@@ -301,10 +301,11 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
     if body.control_from is not None:
         control = _mapped(control, body.control_from)
     width, height = body.width, body.height
-    fits = card.any_size or body.upscale is not None
+    reads = "editing" in card.tasks and mask is None and body.strength is None
+    later = body.upscale is not None or (body.options or {}).get("outpaint") or (card.any_size and reads)
     seen = _first(control) if image is None else image
-    if seen is not None and (width, height) == (None, None) and not fits and seen.size not in card.sizes:
-        width, height = nearest_size(card, seen.size)
+    if seen is not None and (width, height) == (None, None) and not later:
+        width, height = size_of(card, seen)
     control_options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     return JobRequest(
         **{name: getattr(body, name) for name in _SAME},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -19,6 +19,7 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 
+from canvax.call import OptionRecord
 from canvax.models.denoiser import MOST_REFERENCES
 from canvax.server.answers import (
     EventStream,
@@ -38,6 +39,7 @@ from canvax.server.answers import (
     read_form,
     read_json,
     sent_event,
+    size_of,
     submitted,
     watched,
 )
@@ -56,12 +58,15 @@ from canvax.server.jobs import (
     Status,
 )
 from canvax.server.paths import ApiPath, Operation
+from canvax.settings import offered, plain_value
 
 _OPENAI_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), (1024, 1792), (1792, 1024)}
 """Sizes of OpenAI's models. Clients that only know these mean no more by it than the proportions."""
 _PREFIXES = ("/v1", "", "/openai/deployments/{deployment}")
 _FIELDS = {"width": "size", "height": "size", "format": "output_format", "quality": "output_compression"}
 """Arguments of ``JobRequest``, and their names in this API."""
+_ENTRY = re.compile(r"(options|adapters)\[([^\[\]]+)\](?:\[([^\[\]]+)\])?(\[\])?")
+"""The name of a form's field that is an entry of an object, ``options[mask_blur]``."""
 _NO_USAGE = {
     "input_tokens": 0,
     "output_tokens": 0,
@@ -232,10 +237,9 @@ def _check_together(body: Generation, card: ModelCard) -> None:
 def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple[int | None, int | None]:
     """Return width and height. A size that only OpenAI's models have becomes the nearest one of this model."""
     if body.size in (None, "", "auto"):
-        if image is None or body.width or body.height:
+        if image is None or body.width or body.height or (body.options or {}).get("outpaint"):
             return body.width, body.height
-        whole = all(side % card.size_step == 0 for side in image.size)
-        return image.size if image.size in card.sizes or (card.any_size and whole) else nearest_size(card, image.size)
+        return size_of(card, image)
     match = re.fullmatch(r"(\d{1,5})\s*[x×]\s*(\d{1,5})", body.size, re.ASCII | re.IGNORECASE)
     if not match or not all(map(int, match.groups())):
         raise Rejected(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
@@ -247,17 +251,42 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
     return size if known else nearest_size(card, size)
 
 
-def _parts_of(
-    fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
-) -> tuple[Generation, list[bytes], list[bytes]]:
-    """Return the fields of a form, its images, and at most one mask."""
+def _objects_of(fields: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the fields of a form. ``options`` and ``adapters`` are objects: JSON, or a field for each value.
+
+    OpenAI's clients send ``{"options": {"mask_blur": 6}}`` as ``options[mask_blur]=6``, and a list as several fields
+    ``options[guidance_steps][]``.
+    """
     values: dict[str, Any] = dict(fields)
     for name in {"options", "adapters"} & values.keys():
         try:
-            values[name] = msgspec.json.decode(fields[name])
+            values[name] = msgspec.json.decode(values[name])
         except (msgspec.DecodeError, RecursionError):
-            message = f"{name}={fields[name]!r:.80} is not JSON; send an object"
+            message = f"{name}={values[name]!r:.80} is not JSON; send an object"
             raise Rejected(400, "invalid_value", message, param=name) from None
+    for name, text in fields:
+        if not name.startswith(("options[", "adapters[")):
+            continue
+        match = _ENTRY.fullmatch(name)
+        whole, outer, inner, several = match.groups() if match else ("", "", "", "")
+        table = values.setdefault(whole, {}) if whole else None
+        if inner and isinstance(table, dict):
+            table = table.setdefault(outer, {})
+        key = inner or outer
+        if not isinstance(table, dict) or (key in table and not several):
+            cure = "send the object as JSON in one field"
+            raise Rejected(400, "invalid_value", f"{name[:80]} cannot be read; {cure}", param=name.partition("[")[0])
+        field = offered(OptionRecord, "server").get(outer) if whole == "options" else None
+        value = text if field and field.is_text else plain_value(text)
+        table[key] = [*table.get(key, ()), value] if several else value
+    return values
+
+
+def _parts_of(
+    fields: Sequence[tuple[str, str]], files: Sequence[tuple[str, bytes]]
+) -> tuple[Generation, list[bytes], list[bytes]]:
+    """Return the fields of a form, its images, and at most one mask."""
+    values = _objects_of(fields)
     try:
         body = msgspec.convert(values, Generation, strict=False)
     except msgspec.ValidationError as problem:
@@ -267,7 +296,7 @@ def _parts_of(
             raise Rejected(400, "invalid_value", f"{name}: is a file; send it as text, without a filename", param=name)
     images = [data for name, data in files if name in ("image", "image[]")]
     masks = [data for name, data in files if name == "mask"]
-    if "image" in fields or "image[]" in fields or "mask" in fields:
+    if {"image", "image[]", "mask"} & values.keys():
         raise Rejected(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
     if not 1 <= len(images) <= MOST_REFERENCES:
         raise _wrong_number(f"{len(images)} images", f"send one, or up to {MOST_REFERENCES} to a model that edits")

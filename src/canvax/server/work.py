@@ -20,6 +20,7 @@ from canvax.engine.segments import guided_rows
 from canvax.errors import HintWarning, InputError, nearest
 from canvax.families.base import Model
 from canvax.guidance import reads_negative
+from canvax.images.masks import proportioned
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.generate import enlarged, larger_side, metadata, sampler_table, second_pass, work
@@ -55,6 +56,9 @@ LARGEST_NOISE = 4096
 
 MOST_NOISE = 1000
 """``s_noise``: far beyond any image, and far from numbers that are not finite."""
+
+_LITTLE = 0.02
+"""A part of an image that may be cut off without a hint."""
 
 LONGEST_PROMPT = 16_000
 """Characters: a prompt is read word by word, in the time of everyone."""
@@ -446,6 +450,7 @@ def check(
         seeds, tiles = image_seeds(seed, job_request.n), None
         if job_request.upscale is not None:
             job_request, tiles = cut(job_request, model, seeds[0], check_options(_options(job_request)).noise)
+        job_request, of_cut = _proportioned(job_request, model)
         with _lock:
             request = _request(job_request, model, seeds[0])
             larger = _second_pass(model, request) if request.options.hires > 1 else None
@@ -464,7 +469,7 @@ def check(
         raise invalid("prompt", f"prompt: {request.texts.parts} prompts joined by AND are more than {MOST_PARTS}")
     if request.options.mask_blend != "denoised":
         raise invalid("options", "options.mask_blend: 'renoised' is not offered; leave it out")
-    return Checked(stages, seeds, tiles, Beside(adapters, shelf, words, vae), unread)
+    return Checked(stages, seeds, tiles, Beside(adapters, shelf, words, vae), (*unread, *of_cut))
 
 
 def _second_pass(model: Model, request: Request) -> Request:
@@ -587,6 +592,24 @@ def _request(job_request: JobRequest, model: Model, seed: int) -> Request:
         image_prompt=prompts_of(job_request),
     )
     return make_request(model, call)
+
+
+def _proportioned(job_request: JobRequest, model: Model) -> tuple[JobRequest, tuple[HintWarning, ...]]:
+    """Cut the image that a run begins from, and its mask, to the proportions of the size. Return a hint if it was cut.
+
+    References are cut in ``_references``; of an image with ``padding_mask_crop`` only the masked part is resized.
+    """
+    image, mask, options = job_request.image, job_request.mask, job_request.options
+    read = model.networks.denoiser.facts.edits and mask is None and job_request.strength is None
+    whole = options.get("outpaint") or options.get("padding_mask_crop") is not None
+    if image is None or read or whole or job_request.lenient or (mask is not None and mask.size != image.size):
+        return job_request, ()
+    width, height = job_request.width or image.width, job_request.height or image.height
+    cut_image = proportioned(image, width, height)
+    cut_mask = None if mask is None else proportioned(mask, width, height)
+    problem = f"of {image.width} x {image.height} pixels is cut at its edges to the proportions of {width} x {height}"
+    little = min(cut / side for cut, side in zip(cut_image.size, image.size, strict=True)) > 1 - _LITTLE
+    return replace(job_request, image=cut_image, mask=cut_mask), () if little else (HintWarning("image", problem),)
 
 
 def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int | None, int | None]]:

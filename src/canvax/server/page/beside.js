@@ -1,4 +1,4 @@
-// What goes beside the prompt: adapters with their weights, a control image and an image prompt.
+// Beside the prompt: adapters, a control image, an image prompt.
 import { controlImage, getJson } from "./api.js";
 import { paintRange } from "./composer.js";
 import { fitted, paint, within } from "./pictures.js";
@@ -8,7 +8,7 @@ import { offerWords } from "./words.js";
 /** What is sent of an image prompt: CLIP looks at a few hundred pixels of it. */
 const PROMPT_SIDE = 1024;
 
-/** Pixels of the longer side of a prepared control image as it is shown: thin edges outlive a scaling to this side. */
+/** Longer side of a control image as it is shown: thin edges stay visible. */
 const SHOWN_SIDE = 320;
 
 let card = null;
@@ -21,7 +21,7 @@ const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
 export const optionsOf = (nets) => nets.map(({ name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
 
-/** An image beside the prompt: as it was given, which of the server's networks reads it, and how strongly. */
+/** An image beside the prompt, the network that reads it, and how strongly. */
 class Beside {
   given = null;
 
@@ -32,7 +32,7 @@ class Beside {
 
   part(name) { return $(`${this.id}-${name}`); }
 
-  /** The networks of the start, then those of the folder, which a request names. `fault`: why one cannot be used. */
+  /** The networks of the start, then those of the folder. `fault`: why one cannot be used. */
   get listed() {
     const { controls = [], controlnets = [], ip_adapters = [] } = card ?? {};
     if (this.id !== "control") return ip_adapters.map((name) => ({ name }));

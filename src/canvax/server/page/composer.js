@@ -17,7 +17,7 @@ let inputRead = Promise.resolve();
 let lastSeed = null;
 /** Options of a restored image that have no field: sent as they are. */
 let others = {};
-/** Of size, steps, guidance, sampler and hires-strength: what was chosen or restored, and stays with another model. */
+/** Settings that were chosen or restored, and stay with another model. */
 let chosen = new Set();
 /** The card that the form shows. */
 let shown = null;
@@ -86,7 +86,7 @@ function keepInputs() {
   }).catch(() => toast("This browser cannot keep the input image: it is gone after a reload."));
 }
 
-/** The images that were in the form when the page was closed, with what the draft says of them. */
+/** The images of the form when the page was closed. */
 async function restoreInputs({ width, height, strength, ...draft }) {
   const { image, mask, soft, references: more, ...beside } = (await inputs.all().catch(() => []))[0] ?? {};
   if (input || !(image || beside.control || beside.image_prompt)) return;
@@ -133,6 +133,7 @@ export function notTaken({ model: name, width, height, options = {}, vae }) {
   }
   if (width && height && (w !== width || h !== height)) left.push({ setting: "size", text: `the size ${width} × ${height} (now ${w} × ${h})` });
   const used = other || model()?.vae || "the model's";
+  if (options.outpaint) left.push({ setting: "outpaint", text: "outpaint" });
   if (vae && stem(vae) !== stem(used)) left.push({ setting: "vae", text: `the VAE ${vae} (${used} is used)` });
   if (options.hires > 1 && times !== options.hires) {
     const nearest = [...$("hires").options].map(({ value }) => Number(value)).filter((value) => value > 1).at(-1);
@@ -142,7 +143,7 @@ export function notTaken({ model: name, width, height, options = {}, vae }) {
   return left;
 }
 
-/** The fields for the chosen model. What was chosen stays where the model can do it; a sentence says what had to change. */
+/** The fields for the chosen model. Return what had to change of what was chosen. */
 function showModel() {
   const card = model();
   if (!card) return "";
@@ -226,7 +227,7 @@ const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
 
 const toStep = (value, step) => Math.max(step, Math.round(value / step) * step);
 
-/** The sizes to choose from: those that are ready, and of a model that makes any size the usual shapes. */
+/** The sizes that are ready, and the usual shapes of a model that makes any size. */
 function sizesOf(card) {
   const [area, step] = [card.native[0] * card.native[1], card.size_step];
   const round = (value) => toStep(value, step);
@@ -301,10 +302,10 @@ const SOFT = 40;
 const HIRES = [1.5, 2, 3, 4];
 /** Of a second pass, by default: latents that are made larger stay blurred below 0.55 or so. */
 const hiresStrength = (method = $("hires-method").value) => (method === "latent" ? 0.7 : model()?.hires_strength);
-/** Times the pixels of the largest size that is ready, that a server compiles programs for. */
+/** Times the pixels of the largest ready size, for which a server compiles. */
 const LARGEST = 4;
 
-/** The size that a second pass makes of the form's, as the server rounds it; null where that is not to be had. */
+/** The size of a second pass, as the server rounds it; null if it cannot be made. */
 function larger(times) {
   const { any_size: any, size_step: step, sizes } = model();
   const [width, height] = ["width", "height"].map((id) => {
@@ -329,7 +330,7 @@ function showHires(times = Number($("hires").value)) {
   paintRange($("hires-strength"));
 }
 
-/** The listed size that is most like these; what was written into the fields stays. */
+/** The listed size that is most like these. */
 function nearest(width, height) {
   const distance = ([w, h]) => Math.abs(Math.log((w / h) / (width / height))) * 4 + Math.abs(Math.log((w * h) / (width * height)));
   const listed = [...$("size").options].map(({ value }) => value.split("x").map(Number)).filter(([w]) => w);
@@ -355,7 +356,7 @@ const samplerOf = (name) => catalogue.samplers.find((one) => one.name === name |
 function showSampler() {
   const found = samplerOf($("sampler").value || model()?.sampler || "");
   const curve = catalogue.curves.find((one) => one.name === $("sigmas").value);
-  // Of the model's own sampler the model knows the steps; a sentence on an option is for those who have that option.
+  // The card has the steps of the model's own sampler.
   const when = (found?.when ?? "").replace($("sampler").value ? "" : /[,;] \d+ to \d+ steps(?=[.,;])/, "").replace(/ [^.]*`[^.]*\./, "");
   $("sampler-when").textContent = $("sampler").title = [when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
 }
@@ -400,7 +401,7 @@ export function settings() {
   return Object.assign(result, besideSettings());
 }
 
-/** Without what has no effect without a mask. */
+/** Without those of a mask. */
 export const maskless = (options) => Object.fromEntries(Object.entries(options).filter(([name]) => !name.includes("mask")));
 
 const usable = () => (input?.mask ? { ...others } : maskless(others));
@@ -429,8 +430,8 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, qual
   showHires(hires);
   $("sigmas").value = rest.sigmas ?? "";
   showSampler();
-  // Those of a control image have fields; a list of sigmas has none.
-  others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_") && (name !== "sigmas" || !$("sigmas").value)));
+  // Those of a control image have fields, a list of sigmas none; outpaint is left out.
+  others = Object.fromEntries(Object.entries(rest).filter(([name]) => !/^control_|outpaint/.test(name) && (name !== "sigmas" || !$("sigmas").value)));
   showOthers();
 }
 
@@ -445,7 +446,7 @@ function showOthers() {
   $("other-field").hidden = !shown.length;
 }
 
-/** Options of a new form: the prompt syntax of the program whose folder of models the server reads. */
+/** Options of a new form: the prompt syntax of the server's folder of models. */
 const usualOptions = () => ({ prompt_syntax: document.body.dataset.syntax ?? "plain" });
 
 /** How images are upscaled. */
@@ -457,7 +458,7 @@ function choose(name, set = () => {}, value = true) {
   chosen[value ? "add" : "delete"](name);
 }
 
-/** What stands in the form becomes these settings; what they do not say stays. Adapters come last, once they are listed. */
+/** Put settings into the form; the rest stays. Adapters come last, once they are listed. */
 export async function apply(given) {
   const [id, ...twins] = given.model ? meant(given.model) : [];
   if (id && !twins.length) chooseModel(id);
@@ -561,7 +562,7 @@ export function setInput(blob, mask = null, more = references) {
   return inputRead;
 }
 
-/** Add images to those that the model edits, as many as there is room for: whether that was all. One after the other: the first is the input image. */
+/** Add images to those that the model edits, as there is room: whether that was all. In order: the first is the input image. */
 export function takeReferences(blobs) {
   inputRead = whenInputRead().then(() => addReferences(blobs));
   return inputRead;
@@ -587,6 +588,23 @@ async function addReferences(blobs) {
   keepDraft();
   announce(plural(1 + references.length, "reference image"));
   return all;
+}
+
+/** The whole input image, or three quarters of its size where that is the form's, with a mask around it. */
+async function extend() {
+  const [width, height] = ["width", "height"].map((id) => Number($(id).value));
+  const bitmap = await createImageBitmap(input.original);
+  const [x, y] = [width / bitmap.width, height / bitmap.height];
+  const scale = Math.min(x, y) * (Math.abs(x / y - 1) < 0.02 ? 0.75 : 1);
+  const [w, h] = [bitmap.width, bitmap.height].map((side) => Math.round(side * scale));
+  const at = [(width - w) >> 1, (height - h) >> 1, w, h];
+  const [image, mask] = [0, 1].map(() => canvasOf(width, height).getContext("2d"));
+  image.drawImage(bitmap, 0, 0, width, height);
+  image.drawImage(bitmap, ...at);
+  mask.fillStyle = "white";
+  mask.fillRect(0, 0, width, height);
+  mask.clearRect(...at);
+  setInput(await toBlob(image.canvas), mask.canvas);
 }
 
 /** Reference image `i`, of which 0 is the input image, is taken out. */
@@ -637,6 +655,7 @@ async function showInput() {
   $("input-number").hidden = !edits || !references.length;
   $("input-add").hidden = !edits || count >= most;
   $("input-mask").hidden = $("input-remove").hidden = !input;
+  $("input-extend").hidden = !input || input.mask;
   $("input-mask").textContent = input?.mask ? "Change the mask" : "Paint a mask";
   $("input-open").ariaLabel = $("input-open").title = input ? "Paint a mask on the input image" : "Add a reference image";
   $("references").replaceChildren(...(edits ? references.map(referenceTile) : []));
@@ -673,7 +692,7 @@ async function maskBlob(mask, width, height) {
   return toBlob(canvas);
 }
 
-/** The input image and those beside the prompt as files for a job of this size: {} without any. */
+/** The images of a job of this size. */
 export async function inputFiles({ width, height }) {
   const files = await besideFiles({ width, height });
   if (!input) return files;
@@ -686,13 +705,13 @@ export async function inputFiles({ width, height }) {
 /** The body of the request. */
 export async function bodyOf(job, files) {
   const { steered, prompted, source, ...body } = job;
-  // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
+  // Each tile shows a part, which the prompt would make the whole. The history keeps it.
   if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: cardOf(job.model)?.no_guidance ?? 1 });
   for (const [name, blob] of Object.entries(files)) body[name] = await (Array.isArray(blob) ? Promise.all(blob.map(toDataUrl)) : toDataUrl(blob));
   return Object.assign(body, besideBody(job, body));
 }
 
-/** What the server says of a job that it accepted. Syntax and embeddings have lines of their own, a list of words its dialog. */
+/** The server's hints on a job. Syntax and embeddings have their own lines. */
 export function showHints(hints) {
   const others = hints.filter((text) => !saidOfWord(text) && ($("syntax-note").hidden || !text.includes("prompt_syntax")));
   const command = /; canvax info \S+ --prompts .*/;
@@ -791,6 +810,7 @@ export function prepareComposer() {
   $("hires-method").addEventListener("change", () => { $("hires-strength").value = hiresStrength(); choose("hires-strength", undefined, false); showHires(); keepDraft(); });
   for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());
   for (const id of ["width", "height"]) $(id).addEventListener("change", showSize);
+  $("input-extend").addEventListener("click", extend);
   $("input-add").addEventListener("click", () => $("input-file").click());
   $("input-file").addEventListener("change", () => {
     takeReferences([...$("input-file").files]);

@@ -1,4 +1,4 @@
-// The images: those that are drawn, above those that are kept. Search, favourites, selection, the arrow keys.
+// The images, with search, favourites, selection and arrow keys.
 import { deleteImage, hasFolder, olderImages, undeleteImage } from "./api.js";
 import { connection, tasks } from "./tasks.js";
 import { images as kept, newId } from "./store.js";
@@ -11,7 +11,7 @@ let records = [];
 let shown = PAGE;
 /** Where the next images of the server's folder begin; null if all are here. */
 let older = hasFolder() ? "" : null;
-/** Whether the server's folder is being read: nobody knows yet that there are no images. */
+/** Whether the server's folder is being read. */
 let loading = false;
 let deleted = [];
 /** Resolved once the server has moved the files of what was deleted. */

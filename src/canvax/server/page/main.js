@@ -1,4 +1,4 @@
-// The page: what belongs together is put together here.
+// The page.
 import { Gone, Refused, getJson, hasFolder, inspect, key, saveSheet } from "./api.js";
 import { adapterNames, adaptersListed, adaptersNow, besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
@@ -17,7 +17,7 @@ import * as viewer from "./viewer.js";
 
 const narrow = matchMedia("(max-width: 720px)");
 
-/** Scroll to the newest tile, unless it is in view. On a phone the images are below the form, and the keyboard goes. */
+/** Scroll to the newest tile, unless it is in view. On a phone the images are below the form. */
 function showTiles() {
   if (narrow.matches) document.activeElement?.blur();
   else if ($("tiles").getBoundingClientRect().top >= 0) return;
@@ -144,11 +144,12 @@ function anew({ inputs, settings: { width, height, upscale, ...settings } }) {
   return { ...settings, ...size, model, sampler: settings.sampler ?? undefined, n: 1, previews: true, seed: undefined };
 }
 
-/** Those of an image itself, where a second pass made it larger. */
+/** Those of an image itself, without what made it larger. */
 function onePass({ settings, width, height }) {
-  if (!isTwoPasses(settings)) return settings;
-  const options = Object.fromEntries(Object.entries(settings.options).filter(([name]) => !name.startsWith("hires")));
-  return { ...settings, width, height, options };
+  const { outpaint, ...options } = settings.options ?? {};
+  if (isTwoPasses(settings)) settings = { ...settings, width, height };
+  for (const name in options) if (name.startsWith("hires")) delete options[name];
+  return { ...settings, options };
 }
 
 /** The settings of the image before it was upscaled; where they are not kept, no seed of it is known. */

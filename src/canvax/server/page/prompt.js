@@ -1,4 +1,4 @@
-// Writing a prompt: weights by the arrow keys, names of adapters completed, brackets that the chosen syntax does not read.
+// Writing a prompt: weights by the arrow keys, names of adapters, brackets that are read as text.
 import { adapterNames } from "./beside.js";
 import { $, announce, el } from "./ui.js";
 

@@ -71,7 +71,7 @@ const AXES = {
   none: { label: "Nothing", read: (text) => text, propose: () => [""], set: (job) => job, fields: [] },
 };
 
-/** The axes of the form as it is: with the weight of each of its adapters, without what the model or the input image excludes. */
+/** The axes of the form: with the weights of its adapters, without those that do not apply. */
 function axes() {
   const weight = (name) => [`adapter ${name}`, {
     label: `Weight of ${name}`, read: numbers((value) => Math.abs(value) <= 10, "weight from -10 to 10"), propose: () => [0, 0.5, 1],

@@ -1,4 +1,4 @@
-// Jobs, from asking to the last image: sent, tried again while the server is away or full, followed, cancelled.
+// Jobs: sent, tried again while the server is away or full, followed, cancelled.
 import { Gone, Refused, cancelJob, events, getBlob, getJson, submitJob } from "./api.js";
 import { newId, unfinished } from "./store.js";
 

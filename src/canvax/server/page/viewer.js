@@ -72,7 +72,7 @@ function showActions() {
     one("download", "Save", async () => save(await blobOf(current), fileName(current)), "d"), one("trash", "Delete", remove, "Delete")));
 }
 
-/** The image fills the stage, enlarged up to LARGEST times; icons in whole multiples, so that all pixels are of one size. */
+/** The image fills the stage, up to LARGEST times; icons in whole multiples. */
 function fit() {
   if (!current || !$("viewer").open) return;
   const stage = $("viewer-image").parentElement;

@@ -1,4 +1,4 @@
-// Embeddings (textual inversions) of the server's folder, whose names in a prompt stand for their vectors.
+// Embeddings (textual inversions) of the server's folder.
 import { replace } from "./prompt.js";
 import { $, el, plural } from "./ui.js";
 
@@ -13,7 +13,7 @@ const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 /** Those that a text names, as the server finds them: whole words, in any case. */
 const named = (text) => words.filter(({ name }) => new RegExp(`(?<![\\p{L}\\p{N}_])${escaped(name)}(?![\\p{L}\\p{N}_])`, "iu").test(text));
 
-/** Say of each embedding that a prompt names, below it, that it is one, or why it is read as text. */
+/** Say below a prompt which embeddings it names, or why they are read as text. */
 export function showWords() {
   const most = 8;
   const found = [["prompt", "words-note"], ["negative", "negative-words-note"]].flatMap(([id, note]) => {
