@@ -66,7 +66,13 @@ def _from_flat(rule: tuple[Any, ...], arrays: Any) -> Start:
 
 
 jax.tree_util.register_pytree_node(Start, _flat, _from_flat)
-jax.tree_util.register_pytree_node(SamplerTable, lambda table: ((table.columns(),), None), lambda _, parts: parts[0])
+
+
+def _columns_alone(_: None, parts: Any) -> Any:
+    return parts[0]
+
+
+jax.tree_util.register_pytree_node(SamplerTable, lambda table: ((table.columns(),), None), _columns_alone)
 
 
 class Evaluation(NamedTuple):
