@@ -900,7 +900,7 @@ def spec_of(sampler: str | None) -> SamplerSpec | None:
 def _mask_of(text: str) -> Image.Image:
     """Return the mask: the brightness, or the alpha channel if a part is transparent, as A1111 reads it."""
     mask = Pixels().read("mask", text)
-    transparent = mask.mode == "RGBA" and mask.getextrema()[3] != (255, 255)
+    transparent = mask.mode == "RGBA" and mask.getchannel("A").getextrema() != (255, 255)
     return mask.getchannel("A") if transparent else colours("mask", mask, grey=True)
 
 
