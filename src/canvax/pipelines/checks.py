@@ -133,7 +133,7 @@ def check_image_size(
         InputError: a side cannot be generated; the error names a size that can, in the proportions of the image.
     """
     free = [name for name, side in zip(("width", "height"), reversed(asked), strict=True) if side is None]
-    sides = dict(zip(("width", "height"), size, strict=True))
+    sides: dict[str, int] = dict(zip(("width", "height"), size, strict=True))
     if all(sides[name] % factor == 0 for name in free):
         return
     step = math.lcm(SIZE_STEP, factor) if native else FITS_ALL
