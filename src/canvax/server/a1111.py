@@ -897,8 +897,8 @@ def spec_of(sampler: str | None) -> SamplerSpec | None:
 def _mask_of(text: str) -> Image.Image:
     """Return the mask: the brightness, or the alpha channel if a part is transparent, as A1111 reads it."""
     mask = Pixels().read("mask", text)
-    alpha = mask.getchannel("A") if mask.mode == "RGBA" else None
-    return colours("mask", mask, grey=True) if alpha is None or alpha.getextrema()[0] == 255 else alpha
+    transparent = mask.mode == "RGBA" and mask.getchannel("A").getextrema() != (255, 255)
+    return mask.getchannel("A") if transparent else colours("mask", mask, grey=True)
 
 
 def _source_images(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
