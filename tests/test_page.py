@@ -746,11 +746,14 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
 
 
 @thorough
-@pytest.mark.parametrize(("size", "kept"), [("96x64", (16, 0, 80, 64)), ("64x64", (8, 8, 56, 56))])
-def test_an_input_image_is_extended(site: Site, size: str, kept: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("width", "size", "kept"),
+    [(64, "96x64", (16, 0, 80, 64)), (64, "64x64", (8, 8, 56, 56)), (72, "64x64", (8, 10, 56, 53))],
+)
+def test_an_input_image_is_extended(site: Site, width: int, size: str, kept: tuple[int, int, int, int]) -> None:
     """All of it stays, in the middle; what is around it is generated."""
-    photo = Image.new("RGB", (64, 64), "blue")
-    photo.paste("red", (0, 0, 64, 32))
+    photo = Image.new("RGB", (width, 64), "blue")
+    photo.paste("red", (0, 0, width, 32))
     site.drop("body", photo)
     site.page.wait_for_selector("#input", state="visible")
     site.page.select_option("#size", size)

@@ -188,9 +188,7 @@ def field_error(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
     else:
         choices = _choices(kind, path) if "enum" in message else []
         wants = f" is not {' or '.join(choices)}" if choices else f": {message[:1].lower()}{message[1:]}"
-        # The entries of a list of a wrong length may be images, which are long texts.
-        value = path if "`array` of length" in message else _value_at(path, sent)
-        message = (value if path else "the body") + wants
+        message = (_value_at(path, sent) if path else "the body") + wants
         if message.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
             message += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
     return Rejected(status, "invalid_value", message, param=path.split("[")[0].rstrip(".")[:80] or None)
@@ -207,6 +205,10 @@ def _choices(kind: Any, name: str) -> list[str]:
     return [word for part in (hint, *get_args(hint)) if get_origin(part) is Literal for word in get_args(part)]
 
 
+_LONG = 80
+"""Characters of a text in a list above which only the number of entries is shown."""
+
+
 def _value_at(path: str, value: Any) -> str:
     """Return a path of msgspec, in which [...] is any entry of a table, with the value there if clients may see it."""
     try:
@@ -218,6 +220,8 @@ def _value_at(path: str, value: Any) -> str:
                 value = value[int(step) if isinstance(value, list) else step]
     except (LookupError, TypeError, ValueError, AttributeError):  # a field that was sent twice, or several entries
         return path
+    if isinstance(value, list) and any(isinstance(text, str) and len(text) > _LONG for text in value):
+        return f"{path}=[{len(value)} entries]"  # images
     return f"{path}={shown(value)}"
 
 

@@ -590,12 +590,12 @@ async function addReferences(blobs) {
   return all;
 }
 
-/** The whole input image, or three quarters of its size where that is the form's, with a mask around it. */
+/** Put the whole input image, smaller where it would fill the size, into a mask. */
 async function extend() {
   const [width, height] = ["width", "height"].map((id) => Number($(id).value));
   const bitmap = await createImageBitmap(input.original);
   const [x, y] = [width / bitmap.width, height / bitmap.height];
-  const scale = Math.min(x, y) * (Math.abs(x / y - 1) < 0.02 ? 0.75 : 1);
+  const scale = Math.min(x, y) * (Math.abs(x / y - 1) < 0.2 ? 0.75 : 1);
   const [w, h] = [bitmap.width, bitmap.height].map((side) => Math.round(side * scale));
   const at = [(width - w) >> 1, (height - h) >> 1, w, h];
   const [image, mask] = [0, 1].map(() => canvasOf(width, height).getContext("2d"));
