@@ -220,8 +220,8 @@ def operations(pipe: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, *adds: An
     """How often each operation stands in the text of the denoiser, before any compiler has seen it."""
     texts = []
 
-    def lowered(_: Any, function: Any, arguments: Any) -> tuple[Any, bool]:
-        texts.append(jax.jit(function).lower(*arguments).as_text())
+    def lowered(_: Any, call: Any) -> tuple[Any, bool]:
+        texts.append(jax.jit(call.program.function).lower(*call.arguments).as_text())
         return None, False
 
     monkeypatch.setattr(Programs, "_compile", lowered)

@@ -29,6 +29,8 @@ _WAN = {
 }  # fmt: skip
 _RESAMPLED = re.compile(r"(encoder\.down|decoder\.up)samples\.(\d+)\.(down|up)samples\.\d+(?=\.resample\.1\.weight)")
 """The last layer of a level of Qwen-Image-2.1, which changes the size."""
+_OF_QWEN = "encoder.down_blocks.0.resnets.0.conv1.weight"
+"""An array that only Qwen-Image-2.1's autoencoder has."""
 
 
 def wan_vae_rules(names: Collection[str]) -> list[Rule]:
@@ -64,7 +66,7 @@ def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
     """
     named = Names(wan_vae_rules([array.name for array in arrays])).to_internal(arrays)
     shapes = {array.name: array.shape for array in named}
-    if "encoder.down_blocks.0.resnets.0.conv1.weight" in shapes:
+    if _OF_QWEN in shapes:
         return _config_of_qwen(shapes)
     sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
     return {"_class_name": WanVaeConfig.CLASS, **{size: shapes[name][0] for size, name in sizes.items()}}
@@ -113,27 +115,36 @@ def _frame(entry: Entry) -> Entry:
 
 
 def of_videos(arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
-    """Return the arrays of a video autoencoder's files, with the part for one frame replaced by its current values."""
+    """Return the arrays of diffusers' file, with the part for one frame replaced by its current values.
+
+    Args:
+        arrays: the current values, and the arrays of the model's files.
+    """
     read: dict[str, ArrayToSave] = {}
     videos: list[ArrayToSave] = []
     stored: Any = arrays
     named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_internal(stored)  # these rules only rename
     for array in named:
         if array.name in read or UNUSED in array.name:
-            videos.append(_as_video(array, read.get(array.name)))
+            videos.append(_as_video(array, read.get(array.name), has_time=_OF_QWEN not in read))
         else:
             read[array.name] = array
     return videos
 
 
-def _as_video(whole: ArrayToSave, read: ArrayToSave | None) -> ArrayToSave:
-    """Return an array of a file, with the part for one frame replaced by its current values."""
-    if read is None:
-        return whole
+def _as_video(whole: ArrayToSave, read: ArrayToSave | None, *, has_time: bool) -> ArrayToSave:
+    """Return an array of a file, with the part for one frame replaced by its current values.
+
+    Without ``has_time`` kernels lose their axis of time, which diffusers' file of Qwen-Image-2.1 does not have.
+    """
+    shape = whole.shape
+    if not has_time and len(shape) == 5 and shape[2] == 1:
+        shape = (*shape[:2], *shape[3:])
 
     def get() -> HostArray:
         array = whole.get()
-        from_video(array)[...] = read.get()
-        return array
+        if read is not None:
+            from_video(array)[...] = read.get()
+        return array.reshape(shape)
 
-    return replace(whole, get=get)
+    return replace(whole, shape=shape, get=get)
