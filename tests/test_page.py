@@ -725,7 +725,7 @@ def test_a_mask_begins_at_full_strength(site: Site) -> None:
     assert site.bodies[-1]["strength"] == 0.8  # which was chosen for this mask
     site.page.fill("#strength", "1")
     site.key("u")
-    site.page.wait_for_selector("text=Paint a mask")
+    site.page.wait_for_selector("text=Add mask")
     assert site.page.input_value("#strength") == "0.6"  # without a mask 1 would keep nothing of the image
 
 

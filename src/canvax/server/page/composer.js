@@ -656,7 +656,7 @@ async function showInput() {
   $("input-add").hidden = !edits || count >= most;
   $("input-mask").hidden = $("input-remove").hidden = !input;
   $("input-extend").hidden = !input || input.mask;
-  $("input-mask").textContent = input?.mask ? "Change the mask" : "Paint a mask";
+  $("input-mask").textContent = input?.mask ? "Change the mask" : "Add mask";
   $("input-open").ariaLabel = $("input-open").title = input ? "Paint a mask on the input image" : "Add a reference image";
   $("references").replaceChildren(...(edits ? references.map(referenceTile) : []));
   showStrength();
