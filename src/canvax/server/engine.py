@@ -310,9 +310,13 @@ class ImageEngine:
         if job_request.seconds is not None and alone > job_request.seconds:
             why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Rejected(400, "too_late", why, param="seconds")
-        # A client with many jobs does not shut out one without: the devices are shared fairly, so that it waits less.
-        times = 1 + self._is_new(job_request.client)
-        if count + images > most * times or (count and seconds + room.seconds > self._settings.queue_seconds * times):
+
+        def exceeds(times: int) -> bool:
+            longest = self._settings.queue_seconds * times
+            return count + images > most * times or (count > 0 and seconds + room.seconds > longest)
+
+        # Clients with jobs leave room for a client without: a second queue. Most requests do not ask who is new.
+        if exceeds(1) and (exceeds(2) or not self._is_new(job_request.client)):
             waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
             raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
         if room.bytes:
