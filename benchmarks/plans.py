@@ -297,7 +297,7 @@ def progress(what: str, seconds: float | None) -> None:
 
 
 def whole(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A row for each plan: its fastest place of the weights that fits, and the time beside what was published."""
+    """A row for each plan: the fastest place of the weights that fits, the computed and the published time."""
     lines = [
         "| model | chips | images | weights | GiB of each | bound s | estimate s | published s |",
         "|---|---|---|---|---|---|---|---|",

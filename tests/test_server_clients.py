@@ -100,7 +100,7 @@ def test_openai_python(folder: Path, base: str) -> None:
     assert said["url"] == "data:image/png;base64,"
     assert (said["partial"], said["indices"], said["usage"]) == (True, True, 0)
     assert said["edit"] == said["edit of a list"] == PNG
-    assert said["options of an edit"] == "low"
+    assert said["quality of an edit with options"] == "low"
     assert said["edit in a stream"] == "image_edit.completed"
     assert (said["models"], said["one model"], said["at once"]) == (["emoji"], "model", [PNG] * 4)
     assert said["errors"] == {

@@ -47,7 +47,7 @@ said["edit"] = beginning(edited.data[0].b64_json)
 edited = client.images.edit(image=[io.BytesIO(apple)], prompt="a green apple", size=size)
 said["edit of a list"] = beginning(edited.data[0].b64_json)
 edited = client.images.edit(image=("a.png", apple), prompt="a cat", extra_body={"options": {"quality": "fast"}})
-said["options of an edit"] = edited.quality
+said["quality of an edit with options"] = edited.quality
 kinds = [event.type for event in client.images.edit(image=("a.png", apple), prompt="a green apple", stream=True)]
 said["edit in a stream"] = kinds[-1]
 

@@ -132,7 +132,7 @@ def draws(seen: Mapping[str, Any], step: int, empty: float = 0.25) -> Iterable[t
 
 
 def encoded(pipe: Any, captions: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """What the UNet of a pipeline is told, as the scripts of diffusers have it, from ids or features of captions."""
+    """The UNet's conditions as in diffusers' training scripts, from token ids or features of captions."""
     if "text" in captions:
         features = {name: torch.from_numpy(array) for name, array in captions.items()}
         pooled = {"added_cond_kwargs": {"text_embeds": features["pooled"]}} if "pooled" in features else {}

@@ -68,7 +68,7 @@ def share(folder: Path, *, stop: bool = False) -> tuple[Any, bool]:
 
 
 def lora(folder: Path) -> None:
-    """Train a LoRA of the model beside ``folder``; the captions are encoded once."""
+    """Train a LoRA on the folders ``model`` and ``pictures`` next to ``folder``; captions are encoded once."""
     model, pictures = folder.parent / "model", folder.parent / "pictures"
     plan = replace(PLAN, steps=4)
     train_lora(Training(model, pictures, folder, plan=plan, size=64), Lora(rank=2), canvax.make_mesh())

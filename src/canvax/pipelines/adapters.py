@@ -486,10 +486,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """Return the name of the adapter that a prompt means; load it if necessary."""
         if tag not in self._loaded:
             assert self._folder is not None
-            self._load_for_prompt(tag, file_of(self._folder, tag))
+            self._load_adapter_of_tag(tag, file_of(self._folder, tag))
         return tag
 
-    def _load_for_prompt(self, tag: str, path: Path, *, beside: bool = False) -> None:
+    def _load_adapter_of_tag(self, tag: str, path: Path, *, beside: bool = False) -> None:
         """Load the adapter of a tag in a prompt, and warn of the settings that it was made for."""
         loaded = self.load(tag, path, 0.0, beside=beside)
         if usage := ", ".join(f"{name}={value!r}" for name, value in loaded.suggested.items()):

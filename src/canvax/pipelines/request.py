@@ -277,7 +277,7 @@ def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
     if isinstance(value, str | SamplerSpec | SamplerTable | None):
         return value
     if isinstance(getattr(value, "config", value), Mapping):
-        cure = "write canvax.load(model, scheduler=...), and give a call a name such as 'Euler'"
+        cure = "pass it to canvax.load(model, scheduler=...); {sampler} takes a name, for example 'Euler'"
         raise InputError("sampler", "is a scheduler, which belongs to the model", cure=cure, value=value)
     if not callable(value) or isinstance(value, type):
         cure = "give a name that canvax samplers lists, a SamplerTable, a SamplerSpec or a solver"

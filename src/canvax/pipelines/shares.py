@@ -96,7 +96,7 @@ def _put_beside(adapters: Adapters, bank: Bank, tag: str, named: set[str]) -> No
         idle = [name for name in adapters._of_folder if name not in named]
         if len(held) == bank.places.count and idle:
             adapters.remove(idle[0])
-        adapters._load_for_prompt(tag, path, beside=True)
+        adapters._load_adapter_of_tag(tag, path, beside=True)
         adapters._of_folder[tag] = None
     elif tag in adapters._of_folder:
         del adapters._of_folder[tag]

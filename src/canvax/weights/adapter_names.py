@@ -170,8 +170,8 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
     """Return the modules of a model by flattened name, with every prefix that trainers use.
 
     Args:
-        specs: specs of the denoiser, then of the text encoders, by component. Components without names in other
-            programs have their own.
+        specs: specs of the denoiser, then of the text encoders, by component. For a component that other
+            programs do not have, the names are those of its spec.
     """
     table: dict[str, Stack] = {}
     denoiser = next((component for component in specs if component not in (*_TEXT, ADAPTER)), None)
