@@ -227,7 +227,11 @@ def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
     systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     systemd.bind(str(tmp_path / "notify"))
     environment = {"CANVAX_KEYS": f"alice:{KEY}", "NOTIFY_SOCKET": str(tmp_path / "notify")}
-    with systemd, serving(cwd=tmp_path, environment=environment) as served, served.ready() as http:
+    with (
+        systemd,
+        serving("--drain-seconds", "300", cwd=tmp_path, environment=environment) as served,
+        served.ready() as http,
+    ):
         assert systemd.recv(64) == b"WATCHDOG=1"
         http.headers["X-API-Key"] = KEY
         body = {"prompt": "a zebra", "n": 2, "steps": 100, "seed": 1}

@@ -157,7 +157,7 @@ def test_the_key_of_a_program_has_the_sources_that_it_is_traced_from() -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing starts no backend, loads no reference library, and costs less than importing JAX."""
+    """Importing starts no backend, loads no reference library, and costs a tenth of the time of JAX at most."""
     code = """
 import json, sys, time
 started = time.process_time()
@@ -165,20 +165,18 @@ import jax, numpy
 began = time.process_time()
 import canvax
 canvax.errors.HintWarning  # which a program may silence before it loads anything
-canvax.load
 share = (time.process_time() - began) / (began - started)
+canvax.load
 from jax._src import xla_bridge
 print(json.dumps({"share": share, "backends": len(xla_bridge._backends), "modules": list(sys.modules)}))
 """
-    for _ in range(5):  # on a busy machine a share may be too large once
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-        run = json.loads(done.stdout)
-        assert run["backends"] == 0
-        assert not FOREIGN & {name.split(".")[0] for name in run["modules"]}
-        if run["share"] < 0.6:
-            break
-    else:
-        raise AssertionError(f"importing canvax takes {run['share']:.0%} of the time of importing JAX")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    run = json.loads(done.stdout)
+    assert run["backends"] == 0
+    assert not (FOREIGN | {"scipy", "huggingface_hub", "tokenizers", "starlette"}) & {
+        name.split(".")[0] for name in run["modules"]
+    }
+    assert run["share"] < 0.1
 
 
 def test_the_recipe_of_the_bundled_model_needs_what_trains_alone() -> None:

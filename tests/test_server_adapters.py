@@ -154,7 +154,7 @@ def test_each_request_has_its_own(
     assert told[5]["embeddings"]["Wool"]["file"] == "Wool.safetensors"
     assert [one.get("vae") for one in told[7:]] == [None, *VAES]
     for image in spelled:
-        np.testing.assert_array_equal(image, word)
+        assert np.abs(image - word).max() <= 1
 
     def called(pipe: canvax.Pipeline, prompt: str = "a red apple") -> Any:
         return pipe(prompt, seed=3, num_inference_steps=3)
