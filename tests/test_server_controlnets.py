@@ -178,12 +178,13 @@ def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) 
         usable = [net["name"] for net in card["controlnets"] if not net["fault"]]
         assert (usable, bool(card["vaes"]["tiny"])) == (["depth", "edges", "lines"], True)
         held = engine._models.named(None).controlnets.held
+        of_nets = {name: called(base.with_controlnet(nets / name), control=TWO) for name in ("depth", "lines")}
+        plain = called(pipe, control=TWO)
         with counting() as counts:
-            for name in ("depth", "lines"):
-                found, _ = by_job(client, BODY | {"control": b64(TWO), "controlnet": name})
-                assert same(found, called(base.with_controlnet(nets / name), control=TWO))
+            for name, expected in of_nets.items():
+                assert same(by_job(client, BODY | {"control": b64(TWO), "controlnet": name})[0], expected)
                 assert set(held) == {name}
-            assert same(by_job(client, BODY | {"control": b64(TWO)})[0], called(pipe, control=TWO))
+            assert same(by_job(client, BODY | {"control": b64(TWO)})[0], plain)
         assert counts.compilations == 0
         for changes, param in (
             ({"controlnet": "colours", "control": b64(ONE)}, "controlnet"),
