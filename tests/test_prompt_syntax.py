@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -337,7 +338,9 @@ def test_conditions_in_place_of_prompts(emoji: canvax.Pipeline) -> None:
     long = emoji.encode(["a (cat:1.3) BREAK a dog", "a fox"], prompt_syntax="a1111")
     texts = draw(emoji, ["a (cat:1.3) BREAK a dog", "a fox"])
     np.testing.assert_allclose(draw(emoji, long).latents, texts.latents, atol=2e-4)
-    named = emoji(prompt_embeds=emoji.encode("a red apple")["text"], seed=1, progress=False, steps=2)  # type: ignore
+    # A tensor of PyTorch that records gradients cannot become an array.
+    tensor = SimpleNamespace(detach=lambda: emoji.encode("a red apple")["text"])
+    named = emoji(prompt_embeds=tensor, seed=1, progress=False, steps=2)  # type: ignore
     np.testing.assert_allclose(
         named.latents, draw(emoji, "a red apple", num_inference_steps=2, guidance_scale=None).latents, atol=1e-5
     )

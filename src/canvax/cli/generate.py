@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from mimetypes import guess_type
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from canvax.errors import (
     warn,
 )
 from canvax.files import check_writable, named_path
-from canvax.images.formats import names_file, new_image
+from canvax.images.formats import format_of, names_file, new_image
 from canvax.images.grid import make_grid
 from canvax.images.inputs import read_images
 from canvax.images.metadata import save_image, save_numbered, unique_path
@@ -146,6 +147,8 @@ class Destination:
             raise InputError(
                 "output", "is stdout, to which images are not written", cure="name a folder or a file", value="-"
             )
+        if not is_file and not path.is_dir() and (guess_type(path.name)[0] or "").startswith("image/"):
+            format_of(path, "output")  # raises
         if is_file and len(calls) > 1 and not arguments.grid:
             raise InputError("output", f"is one file for {len(calls)} images", cure="name a folder", value=path)
         if is_file and os.path.lexists(path):

@@ -187,7 +187,7 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
         ) from None
     if array.shape != shape or array.dtype != np.float32:
         got = f"{array.dtype} {array.shape}"
-        channels_first = array.shape == (shape[0], shape[-1], *shape[1:-1])
+        channels_first = array.shape[1:] == (shape[-1], *shape[1:-1])
         moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * channels_first
         raise InputError(name, f"is {got}, not float [B, h, w, C] = {shape}{moved}")
     if not np.isfinite(array).all():

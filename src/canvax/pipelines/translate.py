@@ -111,7 +111,11 @@ def translate_call(
                 message = f"{negative}prompt_embeds={shown(text)} is text"
                 raise InputError(f"{message}; give {name}, or what pipe.encode returns")
             pooled = left.get(f"{negative}pooled_prompt_embeds")
-            arguments[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
+            embeds = {"text": text} | ({} if pooled is None else {"pooled": pooled})
+            # PyTorch refuses to convert tensors that record gradients.
+            arguments[name] = {
+                key: value.detach() if hasattr(value, "detach") else value for key, value in embeds.items()
+            }
     if (prompts := image_prompts(left)) is not None:
         if arguments.get("image_prompt") is not None:
             raise conflict("ip_adapter_image", "image_prompt")

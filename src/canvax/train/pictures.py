@@ -338,7 +338,8 @@ def open_pictures(
     else:
         rows = (_tables(files, source, caption_column) or _with_text_files(files, source, caption_column))[:limit]
     if not rows:
-        needs = f"it needs {' or '.join(TABLES)}, or .txt files next to pictures that end in {', '.join(SUFFIXES)}"
+        tables, endings = " or ".join(TABLES), ", ".join(SUFFIXES)
+        needs = f"it needs {tables}, or a caption for each picture, 1.txt for 1.png (pictures end in {endings})"
         raise InputError("pictures", "holds no captioned pictures", cure=needs, value=source)
     if masked:
         _name_masks(files, source, rows)

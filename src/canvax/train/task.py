@@ -492,9 +492,8 @@ def check_folder(training: Training, aim: TrainingTask) -> None:
     state = folder / aim.part / STATE
     if target.exists():
         if not (state.is_file() and is_longer(state, training.plan)):
-            problem = f"{str(target)!r} exists already: this run is finished"
-            cure = "choose another folder, or more {steps} at a constant learning rate"
-            raise InputError("", problem, cure=cure)
+            cure = "choose another folder, or more steps at a constant learning rate"
+            raise InputError(f"{str(target)!r} exists already: this run is finished; {cure}")
         if (path := numbered(target, read_facts(state)["total"])).exists():
             raise InputError(f"{str(path)!r} exists already, where {target.name} would be kept; move it away.")
     elif not state.is_file() and (others := list(folder.glob(f"{escape(target.stem)}-{'[0-9]' * 6}{target.suffix}"))):
