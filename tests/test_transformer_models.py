@@ -119,17 +119,33 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
-def test_devices_share_heads_and_feed_forward(cfg: Any) -> None:
-    """Two devices share the weights and two the batch; what comes out is that of one device."""
-    spec, run, inputs = model_of(cfg)
+def drawn(inputs: Any) -> list[np.ndarray]:
+    """Random values of two images."""
     rng = np.random.default_rng(0)
-    arrays = [
+    return [
         rng.integers(1, 20, (2, *shape)).astype(np.int32) if dtype == jnp.int32 else
         rng.standard_normal((2, *shape), np.float32)
         for dtype, shape in inputs
     ]  # fmt: skip
-    params = init_params(spec, 0)
+
+
+@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
+def test_bfloat16(cfg: Any) -> None:
+    """Weights and activations of 16 bits give what float32 gives but for their rounding."""
+    spec, run, inputs = model_of(cfg)
+    params, arrays = init_params(spec, 0), drawn(inputs)
+    want = jax.jit(run)(params, *arrays)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    rounded = [jnp.asarray(array, dtype) for array, (dtype, _) in zip(arrays, inputs, strict=True)]
+    error = np.asarray(jax.jit(run)(half, *rounded), np.float32) - np.asarray(want)
+    assert np.sqrt(np.mean(error**2) / np.mean(np.square(want))) < 0.05
+
+
+@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
+def test_devices_share_heads_and_feed_forward(cfg: Any) -> None:
+    """Two devices share the weights and two the batch; what comes out is that of one device."""
+    spec, run, inputs = model_of(cfg)
+    params, arrays = init_params(spec, 0), drawn(inputs)
     want = jax.jit(run)(params, *arrays)
     mesh: Mesh = make_mesh(jax.devices()[:4], model=2)
     split = [name for name, param in flatten(spec) if not placement(param, mesh.shape).whole]
