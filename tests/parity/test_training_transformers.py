@@ -141,7 +141,7 @@ def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training
     ("family", "layers", "remat", "prior"),
     [
         ("flux2", "transformer", True, False),
-        ("flux", "transformer", True, False),
+        pytest.param("flux", "transformer", True, False, marks=WEEKLY),
         pytest.param("z-image", "all", False, True, marks=WEEKLY),
         pytest.param("krea-2", "attention", True, False, marks=WEEKLY),
     ],
@@ -272,7 +272,7 @@ def kontext_edit(pipe: Any, noisy: Any, sigmas: Any, text: str, images: list[Any
 
 @pytest.mark.parametrize(("kind", "pipeline", "velocity"), [
     ("flux2", diffusers.Flux2KleinPipeline, flux2_edit),
-    ("kontext", diffusers.FluxKontextPipeline, kontext_edit),
+    pytest.param("kontext", diffusers.FluxKontextPipeline, kontext_edit, marks=WEEKLY),
 ])  # fmt: skip
 def test_edit_pairs(
     edits: Path,
@@ -332,9 +332,10 @@ def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_references")
-@pytest.mark.parametrize("build", [  # those of FLUX.2 and Kontext are compared with diffusers in each run
-    pytest.param(build_flux2, marks=WEEKLY), partial(build_flux3, distilled=False),
-    pytest.param(partial(build_flux, kind="kontext"), marks=WEEKLY), build_qwen, build_qwen_edit,
+@pytest.mark.parametrize("build", [  # those of FLUX.2 are compared with diffusers before a merge
+    *(pytest.param(build, marks=WEEKLY) for build in (
+        build_flux2, partial(build_flux3, distilled=False), partial(build_flux, kind="kontext"), build_qwen)),
+    build_qwen_edit,
 ], ids=["flux2", "flux3", "kontext", "qwen", "qwen-edit"])  # fmt: skip
 def test_references_are_read_as_in_a_call(
     edits: Path, seen: dict[str, Any], tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
@@ -471,10 +472,10 @@ def test_pairs_that_are_refused(checkpoints: dict[str, Path], edits: Path, pictu
     pytest.param(partial(build_flux3, distilled=False), "single_transformer_blocks.1.attn.to_q.", marks=WEEKLY),
     (partial(build_flux3, distilled=True), "single_transformer_blocks.1.attn.to_q."),
     (build_anima, "transformer_blocks.1.attn2.to_k."),
-    (build_qwen_1, "transformer_blocks.1.attn.add_k_proj."),
+    pytest.param(build_qwen_1, "transformer_blocks.1.attn.add_k_proj.", marks=WEEKLY),
     pytest.param(partial(build_flux, kind="schnell"), "single_transformer_blocks.1.proj_out.", marks=WEEKLY),
     pytest.param(partial(build_flux, kind="kontext"), "transformer_blocks.1.attn.add_k_proj.", marks=WEEKLY),
-    (partial(build_flux, kind="chroma"), "transformer_blocks.1.attn.to_q."),
+    pytest.param(partial(build_flux, kind="chroma"), "transformer_blocks.1.attn.to_q.", marks=WEEKLY),
     pytest.param(build_qwen, "transformer_blocks.1.attn.to_q.", marks=WEEKLY),
 ], ids=["flux3-base", "flux3", "anima", "qwen-1", "schnell", "kontext", "chroma", "qwen"])  # fmt: skip
 def test_lora_of_other_families(pictures: Path, tmp_path: Path, build: Any, layer: str) -> None:
