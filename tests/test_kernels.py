@@ -34,6 +34,16 @@ def normal(*shape: int) -> jax.Array:
     return jnp.asarray(rng.standard_normal(shape, np.float32))
 
 
+def with_slopes(function: Callable[..., jax.Array], *given: Any) -> tuple[jax.Array, Any]:
+    """The result of a function, and the gradients of the sum of its sine, compiled together and anew."""
+
+    def both(*given: Any) -> tuple[jax.Array, Any]:
+        y, pull = jax.vjp(function, *given)
+        return y, pull(jnp.cos(y))
+
+    return jax.jit(both)(*given)
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "width"),
     [(512, 512, 64), (600, 936, 40), (256, 4100, 32), (256, 2048, 256)],
@@ -84,10 +94,10 @@ def test_attention_head_by_head_rounds_nothing_more(dtype: jnp.dtype, width: int
     q, k = (3 * normal(1, length, 2, width).astype(dtype) for length in (700, 900))
     v = normal(1, 900, 2, width)  # float32, so that nothing is rounded but the scores
     with compiling_for("cpu"):
-        got = attention(q, k, v)
+        got = jax.jit(lambda *qkv: attention(*qkv))(q, k, v)
         traced = str(jax.make_jaxpr(lambda *qkv: attention(*qkv))(q, k, v))
     assert "scan" in traced
-    plain = plain_attention(q.astype(jnp.float32), k.astype(jnp.float32), v)
+    plain = jax.jit(plain_attention)(q.astype(jnp.float32), k.astype(jnp.float32), v)
     scores = np.einsum("bqnd,bknd->bnqk", *(np.asarray(x, np.float64) for x in (q, k))) / width**0.5
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     exact = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(axis=-1, keepdims=True), np.asarray(v, np.float64))
@@ -124,7 +134,7 @@ def test_which_kernel_on_cuda(
     with compiling_for("gpu", capability=capability):
         got = attention(q, k, k)
     assert asked == (["cudnn"] if fused else [])
-    want = plain_attention(q, k, k).astype(jnp.float32)
+    want = jax.jit(plain_attention)(q, k, k).astype(jnp.float32)
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02)
 
 
@@ -141,9 +151,10 @@ def test_cudnn_reads_grouped_heads_as_they_are(shards: int, heads: list[int], mo
     assert asked == heads
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(64, 77), (63, 64), (63, 77)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "biased"), [(64, 77, True), (63, 64, True), (63, 77, True), (63, 77, False)]
+)
 @pytest.mark.parametrize("mask", [None, "lengths", "places"])
-@pytest.mark.parametrize("biased", [False, True])
 def test_gradient_of_cudnn_for_odd_numbers(
     queries: int, keys: int, mask: str | None, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,12 +182,8 @@ def test_gradient_of_cudnn_for_odd_numbers(
     lengths = jnp.array([5, keys], jnp.int32)
     given = {"lengths": lengths, "places": read}.get(mask or "")
     plain = {"lengths": jnp.arange(keys)[None] < lengths[:, None], "places": read}.get(mask or "")
-
-    def total(form: Callable[..., Any], mask: Any) -> Callable[..., Any]:
-        return lambda *qkv: jnp.sin(form(*qkv, mask=mask, bias=bias, scale=0.1)).sum()
-
-    got = jax.grad(total(gpu.attend_by_cudnn, given), (0, 1, 2))(q, k, v)
-    want = jax.grad(total(plain_attention, plain), (0, 1, 2))(q, k, v)
+    _, got = with_slopes(partial(gpu.attend_by_cudnn, mask=given, bias=bias, scale=0.1), q, k, v)
+    _, want = with_slopes(partial(plain_attention, mask=plain, bias=bias, scale=0.1), q, k, v)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=ROUNDING)
 
@@ -247,19 +254,11 @@ def test_some_queries_at_a_time_on_a_gpu(devices: int, monkeypatch: pytest.Monke
     q, k, v = (jax.device_put(normal(2, length, 3, 136), over_batch(mesh)) for length in (50, 40, 40))
     monkeypatch.setattr(gpu, "SCORE_BYTES", 4 * 40 * 3 * 16)
 
-    def loss(attend: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
-        return jnp.square(attend(*qkv)).sum()
-
-    def plain(*qkv: jax.Array) -> jax.Array:
-        return plain_attention(*qkv)
-
     with compiling_for("gpu", mesh):
         traced = str(jax.make_jaxpr(lambda *qkv: attention(*qkv))(q, k, v))
-        got = jax.jit(lambda *qkv: attention(*qkv))(q, k, v)
-        slopes = jax.jit(jax.grad(lambda *qkv: loss(attention, *qkv), argnums=(0, 1, 2)))(q, k, v)
+        found = with_slopes(attention, q, k, v)
     assert f"f32[{2 // devices},3,50,40]" not in traced
-    np.testing.assert_allclose(got, plain(q, k, v), atol=ROUNDING)
-    for one, other in zip(slopes, jax.grad(partial(loss, plain), argnums=(0, 1, 2))(q, k, v), strict=True):
+    for one, other in zip(*map(jax.tree.leaves, (found, with_slopes(plain_attention, q, k, v))), strict=True):
         np.testing.assert_allclose(one, other, atol=ROUNDING)
 
 
@@ -356,11 +355,10 @@ def test_forms_of_a_convolution(form: str, at_a_time: str, dtype: jnp.dtype, mon
     weight = (normal(3, 3, inputs, outputs) / (1 if platform == "tpu" else 16)).astype(dtype)
     x = jax.device_put(normal(4, height, width, inputs).astype(dtype), over_batch(mesh))
     function = convolution.convolve_doubled if doubled else convolution.convolve
-    want, pull = jax.vjp(partial(plain, doubled=doubled), weight.astype(jnp.float32), x.astype(jnp.float32))
+    want, pulled = with_slopes(partial(plain, doubled=doubled), weight.astype(jnp.float32), x.astype(jnp.float32))
     with compiling_for(platform, mesh, "TPU v5 lite" if platform == "tpu" else ""):
-        lowered = jax.jit(lambda *given: function(*given)).lower(weight, x)
-        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
-    got, text = lowered.compile()(weight, x), lowered.as_text()
+        text = jax.jit(lambda *given: function(*given)).lower(weight, x).as_text()
+        got, slopes = with_slopes(function, weight, x)
     assert got.dtype == dtype
     assert "stablehlo.convolution" not in text
     assert form != "16-bit taps" or text.count("stablehlo.dot_general") >= 9
@@ -369,7 +367,7 @@ def test_forms_of_a_convolution(form: str, at_a_time: str, dtype: jnp.dtype, mon
     np.testing.assert_allclose(
         got.astype(jnp.float32), want, rtol=0 if exact else 2**-8, atol=3e-4 if platform == "tpu" else 1e-5
     )
-    for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
+    for slope, wanted in zip(slopes, pulled, strict=True):
         difference = float(jnp.abs(slope.astype(jnp.float32) - wanted).max() / jnp.abs(wanted).max())
         assert difference < (3e-5 if exact else 0.03)
 
@@ -436,10 +434,10 @@ def test_gradient_of_convolutions_on_a_cpu(
 ) -> None:
     """The gradient canvax gives XLA's convolution is the one XLA would."""
     weight, x = normal(kernel, kernel, 5, 4), normal(2, *size, 5)
-    want, pull = jax.vjp(lambda *given: xla_convolution(*given, stride, padding), weight, x)
-    got, ours = jax.vjp(lambda *given: cpu.by_xla(*given, stride, padding), weight, x)
+    want, pulled = with_slopes(lambda *given: xla_convolution(*given, stride, padding), weight, x)
+    got, slopes = with_slopes(lambda *given: cpu.by_xla(*given, stride, padding), weight, x)
     np.testing.assert_array_equal(got, want)
-    for slope, wanted in zip(ours(jnp.cos(want)), pull(jnp.cos(want)), strict=True):
+    for slope, wanted in zip(slopes, pulled, strict=True):
         np.testing.assert_allclose(slope, wanted, atol=2e-5)
 
 
@@ -516,13 +514,12 @@ def test_rows_a_few_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     p, x, k = {"weight": normal(8, 32)}, normal(2, rows, 8), normal(2, 32, 16)
     x, k = (jax.device_put(array, over_batch(mesh)) for array in (x, k))
     with compiling_for("cpu", mesh):
-        got = jax.jit(lambda *given: by_rows(some_rows, *given))(p, x, k)
-        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(by_rows(some_rows, *given)).sum()))(p, x, k)
+        got, slopes = with_slopes(partial(by_rows, some_rows), p, x, k)
         traced = str(jax.make_jaxpr(lambda *given: by_rows(some_rows, *given))(p, x, k))
     assert "scan" in traced
-    np.testing.assert_allclose(got, some_rows(p, x, k), atol=ROUNDING)
-    wanted = jax.grad(lambda p: jnp.sin(some_rows(p, x, k)).sum())(p)
-    np.testing.assert_allclose(slopes["weight"], wanted["weight"], atol=2e-3)
+    want, wanted = with_slopes(some_rows, p, x, k)
+    np.testing.assert_allclose(got, want, atol=ROUNDING)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-3), slopes, wanted)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -1,4 +1,4 @@
-"""Two processes with four devices each, joined by jax.distributed: each draws and writes its own part."""
+"""Two processes with several devices each, joined by jax.distributed: each draws and writes its own part."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def alone(checkpoint: Path) -> canvax.Result:
     return pipe(PROMPTS, seed=5, num_inference_steps=3, sampler="Euler a", options=options)
 
 
-def run_two(command: list[str], *rest: str) -> list[subprocess.CompletedProcess[str]]:
-    """``command`` in two processes at once; its words PROCESS and PORT are replaced."""
+def run_two(command: list[str], *rest: str, devices: int = 4) -> list[subprocess.CompletedProcess[str]]:
+    """``command`` in two processes with so many devices each; its words PROCESS and PORT are replaced."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
     running = []
     for process in range(2):
         words = [word.replace("PROCESS", str(process)).replace("PORT", port) for word in (*command, *rest)]
@@ -147,7 +147,7 @@ def test_batch(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training(tmp_path: Path) -> None:
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process writes; each sends its own samples; both stop together and continue with the same numbers."""
     from tests.support import training_hosts_worker
 
@@ -155,7 +155,8 @@ def test_training(tmp_path: Path) -> None:
     for place in (folder, tmp_path):
         write_small_checkpoint(place / "model", unet=SHALLOW_UNET)
         write_pictures(place / "pictures")
-    runs = run_two([sys.executable, str(HERE / "support" / "training_hosts_worker.py"), "PROCESS", "PORT", str(folder)])
+    worker = [sys.executable, str(HERE / "support" / "training_hosts_worker.py"), "PROCESS", "PORT", str(folder)]
+    runs = run_two(worker, devices=2)
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
     assert int(runs[0].stdout.split()[-1]) > 0
     assert runs[1].stdout.split()[-1] == "0"
@@ -163,6 +164,8 @@ def test_training(tmp_path: Path) -> None:
     assert (whole / "state.safetensors").read_bytes() == (parts / "state.safetensors").read_bytes()
     losses = [[(line["step"], line["loss"]) for line in read_log(run / "log.jsonl")] for run in (whole, parts)]
     assert losses[0] == losses[1] != []
+    mesh = canvax.make_mesh(jax.devices()[:2])
+    monkeypatch.setattr(canvax, "make_mesh", lambda: mesh)  # of this process, for the same numbers
     alone, _ = training_hosts_worker.train(tmp_path / "alone", training_hosts_worker.data())
     for process in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"run-{process}.npy"), alone["w"], rtol=1e-5)

@@ -469,8 +469,11 @@ def test_records_around_a_unet_in_any_order() -> None:
     for denoiser in (unet, Perturbed(unet), Reusing(Perturbed(Plain(unet)), 1), Perturbed(Reusing(unet, 1))):
         shape = denoiser.inputs(x.shape, {}, lambda _: jnp.float32).memory
         memory = shape and jnp.zeros((2, *shape.shape))
-        prepared = denoiser.prepare(p, conditions, x.shape)
-        found.append(denoiser.apply(p, x, row, prepared, memory)[0])
+
+        def evaluate(x: Any, denoiser: Any = denoiser, memory: Any = memory) -> Any:
+            return denoiser.apply(p, x, row, denoiser.prepare(p, conditions, x.shape), memory)[0]
+
+        found.append(jax.jit(evaluate)(x))
     plain, *others = found
     for other in others:
         np.testing.assert_allclose(other[0], plain[0], atol=1e-5)

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 from PIL import Image
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -160,14 +159,6 @@ def test_events_tell_how_many_are_ahead(site: Web) -> None:
     assert told == [("job", 0), ("job", 2), ("job", 1), ("cancelled", 0)]
 
 
-def test_a_job_goes_on_when_its_watcher_leaves(site: Web) -> None:
-    with site.engine.paused():
-        job = site.submit()
-        with site.http.stream("GET", f"/api/jobs/{job['id']}/events") as answer:
-            next(answer.iter_bytes())
-    assert site.done(job)["status"] == "done"
-
-
 def test_cancelling(site: Web) -> None:
     with site.engine.paused():
         job = site.submit()
@@ -247,19 +238,12 @@ def test_health_and_readiness(site: Web, state: State) -> None:
 SECRET_PROMPT = "a zebra that nobody may read about"
 
 
-def test_metrics_are_valid_and_tell_no_prompt(site: Web) -> None:
+def test_metrics_are_text_without_prompts(site: Web) -> None:
+    """Their names are in ``test_server_metrics.py``."""
     site.done(site.submit(prompt=SECRET_PROMPT))
     answer = site.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
-    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
-    assert {"canvax_requests", "canvax_request_seconds", "canvax_jobs", "canvax_queue_images", "canvax_build_info",
-            "canvax_step_seconds", "canvax_compilations"} <= set(families)  # fmt: skip
-    for family in families.values():
-        assert re.fullmatch(r"(canvax|process)_[a-z_]+", family.name)
-        assert family.documentation
-        assert len(family.samples) <= 400, family.name
-    answered = {(one.labels["route"], one.labels["status"]): one.value for one in families["canvax_requests"].samples}
-    assert answered["/api/", "202"] >= 1
+    assert 'canvax_requests_total{route="/api/",status="202"}' in answer.text
     assert "zebra" not in answer.text
 
 

@@ -910,6 +910,7 @@ def test_readers_that_leave(site: Web) -> None:
         for _ in range(50):
             with site.connect() as connection:
                 connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
+                assert connection.recv(1)
     assert site.done(job)["status"] == "done"
     until(lambda: not site.engine.accepted[-1]._watchers, 5)
 

@@ -358,20 +358,6 @@ def test_a_job_of_which_the_time_is_up_fails(engine: ImageEngine) -> None:
         engine.submit(JobRequest("a dog face", seconds=0.01))
 
 
-def test_a_key_names_one_job(engine: ImageEngine) -> None:
-    ask = {"prompt": "a dog face", "client": "alice", "once": "k1", "image": apple(), "strength": 0.5}
-    job = engine.submit(JobRequest(**ask))
-    assert engine.submit(JobRequest(**ask)) is job
-    assert engine.submit(JobRequest(**{**ask, "client": "bob"})) is not job
-    finished([job])
-    assert engine.submit(JobRequest(**ask)) is job
-    with pytest.raises(Rejected, match="another request") as refused:
-        engine.submit(JobRequest(**{**ask, "prompt": "a cat face"}))
-    assert refused.value.status == 422
-    assert engine.job(job.id, "alice") is job
-    assert engine.job(job.id, "bob") is None
-
-
 def test_a_key_chooses_the_seed_for_another_server_too() -> None:
     """Which knows nothing of the first one's jobs: whoever asks again has the same image from it."""
 

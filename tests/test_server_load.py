@@ -183,18 +183,3 @@ def test_lines_of_a_request_and_its_job_have_an_id_in_common(
     lines = [json.loads(line) for line in caplog.messages]
     assert [line["job"] for line in lines] == [job.id] * 2
     assert sum(line.get("path") == APIS[api] for line in lines) == 1
-
-
-def test_a1111s_clients_behind_a_proxy_on_this_machine_are_told_apart(site: Web) -> None:
-    """By X-Forwarded-For, which uvicorn believes of 127.0.0.1 and of ``FORWARDED_ALLOW_IPS``."""
-    alice, bob = ({"X-Forwarded-For": address} for address in ("192.0.2.1", "192.0.2.2"))
-    with site.engine.paused(), ThreadPoolExecutor() as pool:
-        asked = pool.submit(site.http.post, "/sdapi/v1/txt2img", json={"prompt": "x"}, headers=alice)
-        until(lambda: httpx.get(site.base + "/sdapi/v1/progress", headers=alice).json()["progress"] > 0)
-        with httpx.Client(base_url=site.base, headers=bob) as other:
-            assert other.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
-            assert other.post("/sdapi/v1/interrupt").status_code == 200
-        assert site.engine.jobs()
-        httpx.post(site.base + "/sdapi/v1/interrupt", headers=alice)
-        assert asked.result(5).json()["images"] == []
-    assert not site.engine.jobs()

@@ -25,7 +25,7 @@ from tests.support.serving import Web, b64, events_of, opened, picture, request,
 GENERATIONS, TXT2IMG = "/v1/images/generations", "/sdapi/v1/txt2img"
 APPLE = {"prompt": "a red apple", "steps": 8, "batch_size": 2}
 OTHER = {"X-Forwarded-For": "192.0.2.1"}
-"""Another client of A1111's."""
+"""Another client of A1111's, behind a proxy on this machine, which uvicorn believes."""
 
 
 @pytest.fixture(scope="module")

@@ -318,13 +318,6 @@ def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(
         assert base.execute("SELECT count(*) FROM probe").fetchone() == (0,)
 
 
-def test_ready_says_that_jobs_cannot_be_recorded() -> None:
-    states = [State.READY, State.NOT_RECORDED, State.READY]
-    app = create_app(StubEngine(), Settings(), state=lambda: states.pop(0), metrics=Metrics())
-    http = TestClient(app, base_url="http://127.0.0.1")
-    assert [http.get("/ready").status_code for _ in range(3)] == [200, 503, 200]
-
-
 # Rates, recovery, and clients that are gone.
 
 

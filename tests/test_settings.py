@@ -94,8 +94,9 @@ def test_a_mesh_is_text_as_well() -> None:
     assert dict(canvax.load(mesh="data=1,model=2").programs.mesh.shape) == {"data": 1, "model": 2}
 
 
-def test_precision_is_in_metadata() -> None:
-    result = canvax.load(mesh="data=1", precision="highest")("a cat", num_inference_steps=1, progress=False)
+def test_precision_is_in_metadata(small_folder: Path) -> None:
+    pipe = canvax.load(small_folder, mesh="data=1", precision="highest")
+    result = pipe("a cat", num_inference_steps=1, progress=False)
     assert result.metadata[0]["precision"] == "highest"
     assert "--precision highest" in again(result.metadata[0]).command
 
@@ -162,6 +163,7 @@ pipe.again("a.png", no_such=1)  # wrong
 """
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_type_checker_knows_the_names(tmp_path: Path) -> None:
     """Also those of diffusers."""

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.numpy import save_file
-from test_finetune import write_pictures
+from test_finetune import steps_without_training, write_pictures
 
 import canvax
 from canvax.call import ZERO_SNR, Load
@@ -46,12 +46,11 @@ from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
 from canvax.train.finetune import finetune
 from canvax.train.log import TensorBoard
-from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
+from canvax.train.loop import LOG, STATE, Plan, Session, fit, read_log
 from canvax.train.lora import LORA_PLAN, Lora, train_lora
 from canvax.train.low_rank import FORMATS, LAYERS
 from canvax.train.pictures import read_pictures
 from canvax.train.settings import LoraRecord, WordCaptions
-from canvax.train.state import read_facts, save_state
 from canvax.train.task import PLAN as PLAN_OF_MODELS
 from canvax.train.task import InitialState, Subject, Training
 from canvax.train.textual_inversion import CAPTIONS, Inversion, train_inversion
@@ -242,8 +241,11 @@ def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_lora_is_sampled_as_it_was_trained(model: Path, pictures: Path, tmp_path: Path) -> None:
+def test_a_lora_is_sampled_as_it_was_trained(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the schedule that its training replaced, while it acts; what the caller says wins."""
+    steps_without_training(monkeypatch)
     loading = {"prediction_type": "v_prediction", "scheduler": ZERO_SNR}
     asked = training(model, pictures, tmp_path / "run", loading=loading, times="logit-normal", gamma=5.0)
     path = train_lora(asked, Lora(rank=2), one())
@@ -279,8 +281,10 @@ def test_a_lora_is_sampled_as_it_was_trained(model: Path, pictures: Path, tmp_pa
             canvax.load(model, mesh=one()).adapters.load("bad", tmp_path / "bad.safetensors")
 
 
-@pytest.mark.slow
-def test_a_model_is_sampled_as_it_was_trained(model: Path, pictures: Path, tmp_path: Path) -> None:
+def test_a_model_is_sampled_as_it_was_trained(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_without_training(monkeypatch)
     loading = {"prediction_type": "v_prediction", "scheduler": ZERO_SNR}
     path = finetune(training(model, pictures, tmp_path / "run", loading=loading), one())
     assert path is not None
@@ -305,7 +309,7 @@ def test_a_process_that_is_stopped_writes_its_state(model: Path, pictures: Path,
     assert codes == [130, 130]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_lora_over_a_unet_of_8_bits(model: Path, pictures: Path, tmp_path: Path) -> None:
     found = {}
     for kind in (None, "int8"):
@@ -371,8 +375,8 @@ def test_files_are_what_was_trained(model: Path, pictures: Path, tmp_path: Path,
             replace(again, conv_rank=2).check(loaded.model, run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param(KINDS_OF_FACTORS[0], marks=pytest.mark.weekly), KINDS_OF_FACTORS[2]])
+@pytest.mark.weekly
+@pytest.mark.parametrize("kind", [KINDS_OF_FACTORS[0], KINDS_OF_FACTORS[2]])
 def test_a_killed_run_of_each_kind_resumes(
     model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
 ) -> None:
@@ -396,46 +400,31 @@ def test_a_killed_run_of_each_kind_resumes(
         == read_log(tmp_path / "parts" / "lora" / LOG)[-1]["loss"]
     )
     assert any(e.read().any() for e in first if e.name.endswith(("lora_B.weight", "lora_up.weight", "w2", "w2_b")))
-    for name, value in {"dora": not lora.dora, "conv_rank": 2, "ranks": {"mid_block": 1}, "lokr": 5}.items():
-        if not (name == "dora" and lora.lokr) and not (name == "lokr" and lora.dora):
-            with pytest.raises(InputError):
-                train_lora(
-                    training(model, pictures, tmp_path / "parts", plan=replace(PLAN, steps=6)),
-                    replace(lora, **{name: value}),
-                    one(),
-                )
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("remat", "ladder", "before", "after"),
+    [(True, True, True, None), (None, True, False, True), (None, False, False, None), (False, True, False, None)],
+    ids=["asked", "not said", "on a CPU", "refused"],
+)
 def test_activations_are_recomputed_where_a_step_does_not_fit(
-    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As with ``remat=True``, to the bit; never on a CPU, nor if the caller says no."""
-    monkeypatch.setattr("canvax.train.session.free_bytes", lambda _: 10_000)
-    lora, found = Lora(rank=2), {}
-    for name, remat, ladder in (
-        ("asked", True, True),
-        ("found", None, True),
-        ("cpu", None, False),
-        ("no", False, True),
-    ):
-        monkeypatch.setattr(task, "_has_ladder", lambda _, ladder=ladder: ladder)
-        assert train_lora(training(model, pictures, tmp_path / name, remat=remat), lora, one())
-        found[name] = [line["loss"] for line in read_log(tmp_path / name / "lora" / LOG)]
-        assert ("0.0 MB are free" in capsys.readouterr().err) == (name == "found")
-        assert read_facts(tmp_path / name / "lora" / STATE)["lightened"] == (name == "found")
-    assert found["found"] == found["asked"]
-    assert found["cpu"] == found["no"]
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    *, remat: bool | None, ladder: bool, before: bool, after: bool | None,
+) -> None:  # fmt: skip
+    """When the loop asks for it (``test_train_steps``): never on a CPU, nor if the caller says no."""
+    given: list[Any] = []
+    monkeypatch.setattr(task, "fit", lambda *arguments: (given.extend(arguments), ({}, False))[1])
+    monkeypatch.setattr(task, "_has_ladder", lambda _: ladder)
+    assert train_lora(training(model, pictures, tmp_path, remat=remat), Lora(rank=2), one()) is None
+    start, loss, data, *_, session, shared = given
 
+    def recomputes() -> bool:
+        return "remat" in str(jax.make_jaxpr(lambda p: loss(p, data, shared, jax.random.key(0))[0])(start))
 
-@pytest.mark.weekly
-def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path, tmp_path: Path) -> None:
-    run = training(model, pictures, tmp_path)
-    assert train_lora(run, Lora(rank=2), one(), deadline=0.0) is None
-    with pytest.raises(InputError, match="rank was 2, now 3"):
-        train_lora(run, Lora(rank=3), one())
-    with pytest.raises(InputError, match="layers was attention, now all"):
-        train_lora(run, Lora(rank=2, layers="all"), one())
+    assert (recomputes(), bool(session.lighter)) == (before, after is not None)
+    if session.lighter:
+        session.lighter()
+        assert recomputes() == after
 
 
 def test_folders_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> None:
@@ -444,23 +433,6 @@ def test_folders_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> 
     for folder, message in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "run", "cannot be made")):
         with pytest.raises(CanvaxError, match=message):
             train_lora(training(model, pictures, folder), Lora(rank=2), one())
-
-
-def steps_without_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``train`` does around the loop: each run is over at once, and its weights stay as they were."""
-
-    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Plan, session: Session, shared: Any) -> Any:
-        state, facts = session.folder / STATE, facts_of(plan, samples) | {**session.about, "total": plan.steps}
-        if state.is_file():
-            check_same(state, plan, samples, session.about)
-        save_state(state, {}, facts)
-        for step in range(plan.steps):
-            if session.save and session.saves(step, plan.steps):
-                session.save(step, start)
-        return start, True
-
-    monkeypatch.setattr(task, "_data", lambda *_, **__: ({}, {}, []))
-    monkeypatch.setattr(task, "fit", fit)
 
 
 def test_weights_on_the_way_and_a_longer_run(
@@ -487,6 +459,10 @@ def test_weights_on_the_way_and_a_longer_run(
         go(5)
     with refused("steps"):
         go(7, final=0.5)
+    run = training(model, pictures, tmp_path, plan=replace(PLAN, steps=7))
+    for name, value in {"rank": 3, "layers": "all", "dora": True, "ranks": {"mid_block": 1}}.items():
+        with pytest.raises(InputError, match=f"{name} was"):
+            train_lora(run, replace(Lora(rank=2, title="Red"), **{name: value}), one())
     go(7)
     assert files() == [f"-{step:06d}.safetensors" for step in (2, 4, 5, 6)] + [".safetensors"]
     assert first.stat().st_ino == written
@@ -610,7 +586,7 @@ def test_shifted_times_are_those_of_a_run_of_the_size() -> None:
 # Textual inversion
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_word(model: Path, pictures: Path, tmp_path: Path) -> None:
     inversion = Inversion("<red-thing>", "picture", vectors=2)
     run = training(model, pictures, tmp_path, prompts=("a <red-thing>",))

@@ -119,17 +119,33 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
-def test_devices_share_heads_and_feed_forward(cfg: Any) -> None:
-    """Two devices share the weights and two the batch; what comes out is that of one device."""
-    spec, run, inputs = model_of(cfg)
+def drawn(inputs: Any) -> list[np.ndarray]:
+    """Random values of two images."""
     rng = np.random.default_rng(0)
-    arrays = [
+    return [
         rng.integers(1, 20, (2, *shape)).astype(np.int32) if dtype == jnp.int32 else
         rng.standard_normal((2, *shape), np.float32)
         for dtype, shape in inputs
     ]  # fmt: skip
-    params = init_params(spec, 0)
+
+
+@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
+def test_bfloat16(cfg: Any) -> None:
+    """Weights and activations of 16 bits give what float32 gives but for their rounding."""
+    spec, run, inputs = model_of(cfg)
+    params, arrays = init_params(spec, 0), drawn(inputs)
+    want = jax.jit(run)(params, *arrays)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    rounded = [jnp.asarray(array, dtype) for array, (dtype, _) in zip(arrays, inputs, strict=True)]
+    error = np.asarray(jax.jit(run)(half, *rounded), np.float32) - np.asarray(want)
+    assert np.sqrt(np.mean(error**2) / np.mean(np.square(want))) < 0.05
+
+
+@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
+def test_devices_share_heads_and_feed_forward(cfg: Any) -> None:
+    """Two devices share the weights and two the batch; what comes out is that of one device."""
+    spec, run, inputs = model_of(cfg)
+    params, arrays = init_params(spec, 0), drawn(inputs)
     want = jax.jit(run)(params, *arrays)
     mesh: Mesh = make_mesh(jax.devices()[:4], model=2)
     split = [name for name, param in flatten(spec) if not placement(param, mesh.shape).whole]
@@ -156,19 +172,19 @@ def test_a_slot_without_a_prompt_attends_to_something(cfg: Any, monkeypatch: pyt
     spec, run, inputs = model_of(cfg)
     arrays = [jnp.ones((3, *shape), dtype) for dtype, shape in inputs]
     arrays[2] = jnp.array([0, -34, 5], jnp.int32)
-    seen = []
+    seen: list[Any] = []
 
     def recorded(*arguments: Any, lengths: Any = None, **keywords: Any) -> Any:
-        if lengths is not None:
-            seen.append(np.asarray(lengths))
+        seen.extend([] if lengths is None else [lengths])
         return attention(*arguments, lengths=lengths, **keywords)
 
     monkeypatch.setattr(dit, "attention", recorded)
     with compiling_for("none"):  # whose blocks are not traced apart
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(spec, 0))
-        assert jnp.isfinite(run(params, *arrays)).all()
-    assert len(seen) > 1
-    assert all((lengths >= 1).all() for lengths in seen)
+        got, attended = jax.jit(lambda *given: (run(*given), [*seen]))(params, *arrays)
+    assert jnp.isfinite(got).all()
+    assert len(attended) > 1
+    assert all((lengths >= 1).all() for lengths in attended)
 
 
 @pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -425,17 +426,6 @@ BROKEN_SAFETENSORS = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN_SAFETENSORS)
-def test_broken_safetensors(tmp_path: Path, case: str) -> None:
-    content, message = BROKEN_SAFETENSORS[case]
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        open_safetensors(path)
-    assert str(path) in str(caught.value)
-    assert len(str(caught.value)) < 600
-
-
 def array_object(shape: Any, dtype: Any = "float32", data: Any = b"\0" * 8, kind: int = 1) -> msgpack.ExtType:
     return msgpack.ExtType(kind, msgpack.packb((shape, dtype, data)))
 
@@ -481,13 +471,16 @@ BROKEN_MSGPACK = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN_MSGPACK)
-def test_broken_msgpack(tmp_path: Path, case: str) -> None:
-    content, message = BROKEN_MSGPACK[case]
-    path = tmp_path / "model.msgpack"
+@pytest.mark.parametrize(
+    ("read", "content", "message"),
+    [pytest.param(open_safetensors, *case, id=name) for name, case in BROKEN_SAFETENSORS.items()]
+    + [pytest.param(open_flax_msgpack, *case, id=name) for name, case in BROKEN_MSGPACK.items()],
+)
+def test_broken_files(tmp_path: Path, read: Callable[[Path], Any], content: bytes, message: str) -> None:
+    path = tmp_path / "model"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
-        open_flax_msgpack(path)
+        read(path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 600
 

@@ -108,9 +108,10 @@ def compel_prompt(rng: random.Random, depth: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_compel_reads_random_prompts_alike() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.weekly) for seed in range(1, 9))])
+def test_compel_reads_random_prompts_alike(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(25):
         prompt = compel_prompt(rng)
         (parsed,) = compel.PromptParser().parse_conjunction(prompt).prompts
         # Letter by letter: spaces and commas between pieces may belong to either.

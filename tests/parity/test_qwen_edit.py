@@ -256,17 +256,6 @@ def test_lengths_of_a_server(model: Model, monkeypatch: pytest.MonkeyPatch, on_d
     assert sorted(made) == sorted((length, reads) for length in lengths for reads in (False, True))
 
 
-def test_edited_images_are_the_same_alone_and_in_a_batch(model: Model) -> None:
-    """Also beside a prompt of another length; what is made ahead is used."""
-    model.ours.compile(*model.record.size, 2, references=[(image.height, image.width) for image in TWO], progress=False)
-    asked: dict[str, Any] = {"image": TWO, "num_inference_steps": 2, "options": QUIET, **model.small}
-    prompts = ["a fox", "a hen on a hill"]
-    both = model.ours(prompts, seed=[1, 2], **asked)
-    assert both.compilations == 0
-    for prompt, seed, got in zip(prompts, (1, 2), both.pixels, strict=True):
-        assert psnr(model.ours(prompt, seed=seed, **asked).pixels[0], got) > 100
-
-
 def test_what_sees_references(model: Model) -> None:
     """Conditions were made without them."""
     encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer

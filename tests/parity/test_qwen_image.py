@@ -290,17 +290,6 @@ def test_editing_with_a_negative_prompt(model: Model) -> None:
     assert psnr(model.draw(**drawn | {"guidance_scale": 1.0}).pixels, want) < 40
 
 
-def test_edited_images_are_the_same_alone_and_in_a_batch(model: Model) -> None:
-    """Also beside a prompt of another length; what is made ahead is used."""
-    model.ours.compile(64, 96, 2, references=[(image.height, image.width) for image in TWO], progress=False)
-    asked: dict[str, Any] = {"image": TWO, "num_inference_steps": 2, "options": QUIET, **model.small}
-    prompts = ["a fox", "a hen on a hill"]
-    both = model.ours(prompts, seed=[1, 2], **asked)
-    assert both.compilations == 0
-    for prompt, seed, got in zip(prompts, (1, 2), both.pixels, strict=True):
-        assert psnr(model.ours(prompt, seed=seed, **asked).pixels[0], got) > 100
-
-
 def test_what_sees_references(model: Model, tmp_path: Path) -> None:
     """Conditions were made without them; a text encoder without a tower does not see."""
     encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer

@@ -100,7 +100,7 @@ def reference_failure(name: str, fields: dict[str, Any], prediction: str, steps:
 def test_every_coefficient(name: str, fields: dict[str, Any], prediction: str) -> None:
     for spacing in SPACINGS:
         scheduler, config = checkpoint(name, **fields, prediction_type=prediction, timestep_spacing=spacing)
-        for steps in STEPS:
+        for steps in STEPS if prediction == "epsilon" else STEPS[:-1]:  # the longest takes most of the time
             if reference_failure(name, fields, prediction, steps):
                 zeros = np.zeros((99, 1, 1, 1, 1))
                 with pytest.raises((ValueError, NotImplementedError)):

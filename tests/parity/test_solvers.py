@@ -97,7 +97,7 @@ def test_every_coefficient(name: str, fields: dict[str, Any], prediction: str) -
     spacings = SPACINGS if every else ("leading",)
     for spacing in spacings:
         scheduler, config = checkpoint(name, **fields, prediction_type=prediction, timestep_spacing=spacing)
-        for steps in STEPS:
+        for steps in STEPS if not fields and spacing == "leading" else STEPS[:-1]:  # the longest takes most of the time
             compare(build_table(scheduler, steps), name, config, steps)
 
 
@@ -116,7 +116,7 @@ def test_singlestep(order: int, algorithm: str, final: str, prediction: str) -> 
         fields = {"solver_order": order, "algorithm_type": algorithm, "solver_type": kind, "final_sigmas_type": final}
         for more in ({"lower_order_final": True}, {"lower_order_final": False}, {"use_karras_sigmas": True}):
             scheduler, config = checkpoint("DPMSolverSinglestepScheduler", **fields, **more, prediction_type=prediction)
-            for steps in STEPS:
+            for steps in STEPS if prediction == "epsilon" else STEPS[:-1]:
                 compare(build_table(scheduler, steps), "DPMSolverSinglestepScheduler", config, steps)
 
 

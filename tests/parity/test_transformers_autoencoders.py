@@ -32,6 +32,11 @@ from .transformers_reference import TOLERANCE, params_of, stored
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 
 
+def check(got: Any, want: Any) -> None:
+    assert np.shape(got) == np.shape(want)
+    assert relative_error(got, want) <= TOLERANCE
+
+
 def test_kl_with_a_shift() -> None:
     """As in FLUX.1 and Z-Image: sixteen channels, a shift, and no convolutions next to the latents."""
     theirs: Any = randomise(
@@ -48,8 +53,8 @@ def test_kl_with_a_shift() -> None:
         posterior = theirs.encode(nchw(2 * images - 1)).latent_dist
     np.testing.assert_allclose(decode_images(p, latents, cfg=cfg), np.clip(pixels, 0, 1), atol=TOLERANCE)
     mean, deviation = encode_images(p, images, cfg=cfg)
-    assert relative_error(mean, (nhwc(posterior.mean) - 0.1159) * 0.3611) <= TOLERANCE
-    assert relative_error(deviation, nhwc(posterior.std) * 0.3611) <= TOLERANCE
+    check(mean, (nhwc(posterior.mean) - 0.1159) * 0.3611)
+    check(deviation, nhwc(posterior.std) * 0.3611)
 
 
 def flux2_vae(**changes: Any) -> Any:
@@ -80,13 +85,10 @@ def test_flux2(changes: dict[str, Any]) -> None:
         posterior = theirs.encode(nchw(images)).latent_dist
         centre = nhwc((pipe._patchify_latents(posterior.mode()) - mean) / deviation)
         spread = nhwc(pipe._patchify_latents(posterior.std) / deviation)
-    got = jax.jit(partial(flux2_vae_decode, cfg=cfg))(p, latents)
-    print("flux2 decode", relative_error(got, want))
-    assert relative_error(got, want) <= TOLERANCE
+    check(jax.jit(partial(flux2_vae_decode, cfg=cfg))(p, latents), want)
     mine, logvar = jax.jit(partial(flux2_vae_encode, cfg=cfg))(p, images)
-    print("flux2 encode", relative_error(mine, centre), relative_error(np.exp(logvar / 2), spread))
-    assert relative_error(mine, centre) <= TOLERANCE
-    assert relative_error(np.exp(logvar / 2), spread) <= TOLERANCE
+    check(mine, centre)
+    check(np.exp(logvar / 2), spread)
 
 
 def wan_vae(mean: list[float], deviation: list[float]) -> Any:
@@ -113,13 +115,10 @@ def test_wan() -> None:
         spread = nhwc(posterior.std[:, :, 0]) / np.float32(deviation)
     assert np.abs(want).max() > 0.3
     assert np.mean(np.abs(want) == 1) < 0.1
-    got = jax.jit(partial(wan_vae_decode, cfg=cfg))(p, latents)
-    print("wan decode", relative_error(got, want))
-    assert relative_error(got, want) <= TOLERANCE
+    check(jax.jit(partial(wan_vae_decode, cfg=cfg))(p, latents), want)
     mine, logvar = jax.jit(partial(wan_vae_encode, cfg=cfg))(p, images)
-    print("wan encode", relative_error(mine, centre), relative_error(np.exp(logvar / 2), spread))
-    assert relative_error(mine, centre) <= TOLERANCE
-    assert relative_error(np.exp(logvar / 2), spread) <= TOLERANCE
+    check(mine, centre)
+    check(np.exp(logvar / 2), spread)
 
 
 def test_qwen() -> None:
@@ -143,14 +142,10 @@ def test_qwen() -> None:
         spread = nhwc(posterior.std[:, :, 0]) / np.float32(deviation)
     assert np.abs(want).max() > 0.3
     assert np.mean((want == 1) | (want == 0)) < 0.2
-    got = jax.jit(network.decode)(p, latents)
-    assert got.shape == (2, 24, 40, 4)
-    print("qwen decode", relative_error(got, want))
-    assert relative_error(got, want) <= TOLERANCE
+    check(jax.jit(network.decode)(p, latents), want)
     mine, sigma = jax.jit(network.encode)(p, images)
-    print("qwen encode", relative_error(mine, centre), relative_error(sigma, spread))
-    assert relative_error(mine, centre) <= TOLERANCE
-    assert relative_error(sigma, spread) <= TOLERANCE
+    check(mine, centre)
+    check(sigma, spread)
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def main(process: int, port: str, folder: Path) -> None:
     step = make_step(deep, optax.adam(1e-3), mesh=canvax.make_mesh())
     state = step.init(layers())
     for tree in (state.params, state.optimizer[0].mu):
-        assert tree["0"]["w"].sharding.shard_shape((64, 64)) == (8, 64)
+        assert tree["0"]["w"].sharding.shard_shape((64, 64)) == (16, 64)
     for name in ("shared", "resumed"):
         params, finished = share(folder / name)
         assert finished
