@@ -116,6 +116,18 @@ def test_pods_are_not_root() -> None:
     assert "USER 10001:10001" in (DEPLOY / "Dockerfile").read_text()
 
 
+def test_keys_are_a_file_that_can_be_read_again() -> None:
+    """From a variable they could change only with a restart."""
+    (pod,) = pods(read(DEPLOY / "kustomize" / "base" / "statefulset.yaml"))
+    (container,) = pod["containers"]
+    assert not any(entry["name"] == "CANVAX_KEYS" for entry in container.get("env", ()))
+    folder, _, name = container["args"][container["args"].index("--keys") + 1].rpartition("/")
+    (volume,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == folder]
+    (secret,) = [entry["secret"] for entry in pod["volumes"] if entry["name"] == volume]
+    command = f"create secret generic {secret['secretName']} --from-file={name}="
+    assert command in (ROOT / "docs" / "scaling.md").read_text()
+
+
 def test_replicas_have_a_volume_and_a_journal_each() -> None:
     """With one claim for all, the second server finds the journal in use, or its node without the volume."""
     base = DEPLOY / "kustomize" / "base"

@@ -8,9 +8,11 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -478,6 +480,30 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         with pytest.raises(InputError):
             keys.reread()
         assert [keys.client("", key) for key in (ALICE, BOB)] == [None, "bob"]
+
+
+def test_keys_of_the_variable_cannot_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a process does not change, so SIGHUP must not claim a success."""
+    monkeypatch.setenv("CANVAX_KEYS", f"alice:{ALICE}")
+    keys = Keys.read(None)
+    assert keys is not None
+    with pytest.raises(InputError):
+        keys.reread()
+    assert keys.client("", ALICE) == "alice"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes of files")
+def test_a_group_reads_the_keys_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes mounts a Secret so. The group of a user's files may be many others."""
+    path = tmp_path / "keys.txt"
+    path.write_text(f"alice:{ALICE}\n")
+    user = path.stat().st_uid
+    for euid, mode, warns in ((user, 0o440, True), (user + 1, 0o440, False), (user + 1, 0o444, True)):
+        monkeypatch.setattr(os, "geteuid", lambda euid=euid: euid)
+        path.chmod(mode)
+        with pytest.warns(UserWarning) if warns else nullcontext():
+            assert Keys.read(path)
 
 
 @pytest.mark.parametrize(
