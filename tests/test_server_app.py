@@ -659,6 +659,32 @@ def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptur
     assert not re.search(f"zebra|{ALICE}|\\?", caplog.text)
 
 
+def test_the_log_has_code_and_argument_of_a_refusal(guarded: Web, caplog: pytest.LogCaptureFixture) -> None:
+    """Refusals of the guard, of a route, of an API with another form, and of a job that was accepted."""
+    caplog.set_level(logging.INFO, "canvax.server")
+    guarded.engine.fails = "out_of_memory", "too large"
+    requests = {
+        "guard": (("GET", "/api/models"), {}, {}, {"code": "invalid_api_key"}),
+        "nothing": (("GET", "/api/nothing"), bearer(ALICE), {}, {"code": "not_found"}),
+        "field": (("POST", "/api/jobs"), bearer(ALICE), {"prompt": "x", "steps": 0}, {"param": "steps"}),
+        "form": (("POST", "/sdapi/v1/txt2img"), bearer(ALICE), {"steps": "x"}, {"param": "steps"}),
+        "failed": (("POST", "/v1/images/generations"), bearer(ALICE), {"prompt": "x"}, {"code": "out_of_memory"}),
+    }
+    for name, (route, headers, body, _) in requests.items():
+        guarded.http.request(*route, json=body, headers={"x-request-id": name} | headers)
+    lines: dict[str, Any] = {}
+
+    def read() -> bool:
+        told = [json.loads(record.getMessage()) for record in caplog.records if record.name == "canvax.server"]
+        lines.update({line["id"]: line for line in told if "id" in line})
+        return requests.keys() <= lines.keys()
+
+    until(read, 30)
+    for name, (_, _, _, fields) in requests.items():
+        assert {"code": "invalid_value"} | fields == {field: lines[name].get(field) for field in ("code", *fields)}
+    assert "job" in lines["failed"]
+
+
 def test_websockets_and_other_scopes_are_not_served() -> None:
     served = app.create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics())
     sent: list[Any] = []

@@ -77,13 +77,19 @@ def answering(error: Callable[[Rejected, str], Response], endpoint: Endpoint) ->
         try:
             return await endpoint(request)
         except Rejected as refused:
-            return error(refused, request_id_of(request))
+            return refusal(request, refused, error)
         except InputError as fault:
-            return error(invalid(fault.argument or None, str(fault)), request_id_of(request))
+            return refusal(request, invalid(fault.argument or None, str(fault)), error)
         except ClientDisconnect:  # in the middle of its body, so no client reads this
             return Response(status_code=400)
 
     return answered
+
+
+def refusal(request: Request, refused: Rejected, error: Callable[[Rejected, str], Response]) -> Response:
+    """Answer a refusal in the format of an API, with its code and argument in the request's line of the log."""
+    request.state.log = getattr(request.state, "log", {}) | refused.logged
+    return error(refused, request_id_of(request))
 
 
 def once_of(request: Request) -> str | None:

@@ -46,6 +46,11 @@ class Rejected(Exception):
         super().__init__(message := shortened(message, LONGEST_MESSAGE))
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
 
+    @property
+    def logged(self) -> dict[str, str]:
+        """Fields of the request's line of the log."""
+        return {"code": self.code} | ({"param": self.param} if self.param else {})
+
 
 def invalid(param: str | None, message: str) -> Rejected:
     """Return a refusal of a value that cannot be used."""
