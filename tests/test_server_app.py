@@ -502,7 +502,7 @@ def test_a_group_reads_the_keys_of_another_user(tmp_path: Path, monkeypatch: pyt
     for euid, mode, warns in ((user, 0o440, True), (user + 1, 0o440, False), (user + 1, 0o444, True)):
         monkeypatch.setattr(os, "geteuid", lambda euid=euid: euid)
         path.chmod(mode)
-        with pytest.warns(UserWarning) if warns else nullcontext():
+        with pytest.warns(UserWarning, match="can read it") if warns else nullcontext():
             assert Keys.read(path)
 
 

@@ -526,10 +526,13 @@ class State(StrEnum):
     """Ready, but the journal cannot be written."""
 
 
+DRAINED = 10
+"""Seconds after which a server that stops may be replaced."""
+
 _UNREADY = {
     State.STARTING: ("the server is still {starting}; try again soon", 5),
     State.FAILED: ("the server does not work; its log says why", None),
-    State.DRAINING: ("the server is shutting down", 10),
+    State.DRAINING: ("the server is shutting down", DRAINED),
 }
 """Reasons why nothing is accepted, and seconds until it may be."""
 

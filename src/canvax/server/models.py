@@ -863,7 +863,7 @@ class ModelSet:
             )
             raise Rejected(400, "size_not_ready", message, param="width")
         usual = next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
-        return load + usual, load + usual
+        return load + usual, usual
 
     def put_on(self, key: GroupKey) -> ServedModel:
         """Return the model, with its weights on the devices.
