@@ -26,6 +26,9 @@ LOOKS = 15.0
 LONGEST_MESSAGE = 600
 """Characters of a refusal: it may repeat what was sent."""
 
+_MOST_LINES = 5
+"""The most lines about files that cannot be used, at the start."""
+
 MEDIA_TYPES: dict[Format, str] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
@@ -487,6 +490,7 @@ class AdapterCard:
         trigger_words: words that it was trained with.
         suggested: arguments that it was made for; see ``canvax.weights.lora.suggested``.
         without_effect: fields of its training's schedule that differ from the model's, which a server leaves alone.
+        fault: the reason why it cannot be used; "" for none.
     """
 
     name: str
@@ -496,6 +500,7 @@ class AdapterCard:
     trigger_words: Sequence[str] = ()
     suggested: Mapping[str, Any] = field(default_factory=dict)
     without_effect: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -513,6 +518,13 @@ class EmbeddingCard:
     fault: str = ""
     vectors: int = 0
     width: int = 0
+
+
+def unusable(cards: Sequence[AdapterCard | EmbeddingCard], noun: str) -> list[str]:
+    """Return lines for the operator about files that cannot be used."""
+    left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
+    more = [f"{len(left) - _MOST_LINES} more {noun} cannot be used"] if left[_MOST_LINES:] else []
+    return [*left[:_MOST_LINES], *more]
 
 
 class State(StrEnum):

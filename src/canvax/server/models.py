@@ -723,10 +723,9 @@ class ModelSet:
                 )
             if not served.loaded:
                 self._load_again(served)
-            if served.shelf:
-                self._say(served.shelf.summary())
-            for line in served.embeddings.summary().splitlines():
-                self._say(line)
+            for cache in filter(None, (served.shelf, served.embeddings)):
+                for line in cache.summary().splitlines():
+                    self._say(line)
             for request, group in self._groups(served, image=not self._settings.compile_on_demand):
                 if served.model.networks.controls or served.model.networks.ip_adapters:
                     served.warm(request(shown=True), group)
