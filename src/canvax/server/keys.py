@@ -44,8 +44,7 @@ class Keys:
             InputError: as ``read``, or there is no file.
         """
         if self._file is None:
-            problem = "is fixed while a process runs; restart the server, or begin it with --keys FILE"
-            raise InputError(f"CANVAX_KEYS: {problem}")
+            raise InputError("CANVAX_KEYS cannot change while the server runs; restart it, or use --keys FILE")
         again = self.read(self._file)
         self._digests = again._digests if again else self._digests
 
