@@ -106,7 +106,10 @@ def test_serve_config(name: str) -> None:
 def test_rules_are_alerts() -> None:
     (group,) = read(DEPLOY / "prometheus" / "rules.yaml")["groups"]
     assert group["rules"]
-    assert all(rule.keys() - {"for"} == {"alert", "expr"} for rule in group["rules"])
+    for rule in group["rules"]:
+        assert rule.keys() - {"for"} == {"alert", "expr", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"]
 
 
 def test_pods_are_not_root() -> None:
@@ -116,6 +119,18 @@ def test_pods_are_not_root() -> None:
     assert "USER 10001:10001" in (DEPLOY / "Dockerfile").read_text()
 
 
+def test_keys_are_a_file_that_can_be_read_again() -> None:
+    """From a variable they could change only with a restart."""
+    (pod,) = pods(read(DEPLOY / "kustomize" / "base" / "statefulset.yaml"))
+    (container,) = pod["containers"]
+    assert not any(entry["name"] == "CANVAX_KEYS" for entry in container.get("env", ()))
+    folder, _, name = container["args"][container["args"].index("--keys") + 1].rpartition("/")
+    (volume,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == folder]
+    (secret,) = [entry["secret"] for entry in pod["volumes"] if entry["name"] == volume]
+    command = f"create secret generic {secret['secretName']} --from-file={name}="
+    assert command in (ROOT / "docs" / "scaling.md").read_text()
+
+
 def test_replicas_have_a_volume_and_a_journal_each() -> None:
     """With one claim for all, the second server finds the journal in use, or its node without the volume."""
     base = DEPLOY / "kustomize" / "base"
@@ -123,7 +138,8 @@ def test_replicas_have_a_volume_and_a_journal_each() -> None:
     assert {path.name for path in base.iterdir()} == {*manifests, "kustomization.yaml"}
     by_kind = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests.values()}
     spec = by_kind["StatefulSet", "canvax"]["spec"]
-    assert ("Service", spec["serviceName"]) in by_kind
+    pods_alone = by_kind["Service", spec["serviceName"]]["spec"]
+    assert pods_alone["publishNotReadyAddresses"], "a draining pod must answer for its jobs"
     (claim,), ((container,),) = spec["volumeClaimTemplates"], [pod["containers"] for pod in pods(spec)]
     (path,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == claim["metadata"]["name"]]
     assert container["args"][container["args"].index("--journal") + 1].startswith(f"{path}/")

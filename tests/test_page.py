@@ -1124,8 +1124,10 @@ def test_arrows_change_the_weight_of_words(site: Site, syntax: str, text: str, h
 def test_names_of_adapters_are_completed(site: Site) -> None:
     page = site.page
     files = ("drink", "thin line", "ink", "a/inky")
-    site.engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
+    torn = AdapterCard("inert", "inert", "inert.safetensors", fault="inert.safetensors is damaged")
+    site.engine.shelf = {CARD.id: (*(AdapterCard(name, name, f"{name}.safetensors") for name in files), torn)}
     site.open()
+    assert page.locator("#adapter-add option:disabled").get_attribute("title") == torn.fault
     page.click("#prompt")
     page.keyboard.type("a fox <lora:in")
     assert page.locator("#completions li").all_inner_texts() == ["ink", "a/inky", "drink", "thin line"]

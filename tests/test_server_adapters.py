@@ -191,6 +191,8 @@ def test_the_list(server: tuple[httpx.Client, ImageEngine], folder: Path) -> Non
     client, _ = server
     told = {one["name"]: one for one in client.get("/sdapi/v1/loras").json()}
     assert set(told) == {*NAMES, "knit"}  # a file that is no adapter is not offered
+    faults = {one["name"]: bool(one["fault"]) for one in client.get("/api/adapters").json()["adapters"]}
+    assert faults == {**dict.fromkeys(told, False), "broken": True}
     assert told["ink"]["path"] == "ink.safetensors"
     assert (told["ink"]["alias"], told["ink"]["metadata"]) == ("ink-v1", {"ss_output_name": "ink-v1"})
     (folder / "ink.safetensors").rename(folder / "tusche.safetensors")
@@ -267,17 +269,44 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.Pipeline, tmp_path: P
 
 
 def test_clients_see_what_an_adapter_is_for(folder: Path, emoji: canvax.Pipeline, tmp_path: Path) -> None:
-    """Words, settings of a few steps, and a schedule that places leave alone; a damaged record is not offered."""
+    """Words, settings of a few steps, and a schedule that places leave alone; a damaged record is a fault."""
     record = {"scheduler": {"prediction_type": "epsilon", "beta_schedule": "scaled_linear"}, "steps": 9}
     stated = {"ss_tag_frequency": '{"3_ink": {"ink": 3, "cat": 9}}', "modelspec.thumbnail": "x" * 99_999}
     for name, text in (("ink-lcm", json.dumps(record)), ("bad", "[]")):
         arrays = load_file(folder / "ink.safetensors")
         save_file(arrays, tmp_path / f"{name}.safetensors", {**stated, "canvax.training": text, "other": "o"})
-    (card,) = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(tmp_path, places=PLACES)).cards()
+    bad, card = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(tmp_path, places=PLACES)).cards()
+    assert (bad.name, bool(bad.fault), card.fault) == ("bad", True, "")
     assert (card.name, card.alias, list(card.trigger_words)) == ("ink-lcm", "ink-lcm", ["cat", "ink"])
     assert card.suggested["sampler"] == "LCM"
     assert card.without_effect == {"prediction_type": "epsilon"}  # the other is the model's
     assert card.metadata.keys() == {"ss_tag_frequency", "canvax.training"}
+
+
+def test_files_that_cannot_be_used_are_shown_to_all(folder: Path, emoji: canvax.Pipeline, tmp_path: Path) -> None:
+    """The operator in the log, clients in the list, and whoever names one: without a path or a call of Python."""
+    for name in ("ink", "broken"):
+        shutil.copy(folder / f"{name}.safetensors", tmp_path)
+    cache = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(tmp_path, rank=4, places=PLACES))
+    assert {card.name: bool(card.fault) for card in cache.cards()} == {"broken": True, "ink": False}
+    first, *lines = cache.summary().splitlines()
+    assert first.startswith("1 adapters")
+    assert [line.partition(" ")[0] for line in lines] == ["broken"]
+
+    def message(name: str) -> str:
+        with pytest.raises(Rejected) as refused:
+            cache.read(name)
+        assert refused.value.code == "adapter_unusable"
+        return refused.value.message
+
+    high = message("ink")
+    assert "--lora-rank 8" in high
+    (tmp_path / "ink.safetensors").unlink()
+    gone = message("ink")
+    assert "ink.safetensors" in gone
+    assert {card.name: bool(card.fault) for card in cache.cards()} == {"broken": True, "ink": True}
+    faults = [card.fault for card in cache.cards()]
+    assert not any(text in said for said in (high, gone, *faults) for text in ("pipe.", "[Errno", str(tmp_path)))
 
 
 def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Pipeline) -> None:

@@ -123,6 +123,15 @@ def test_a_client_without_jobs_is_not_shut_out() -> None:
         engine.submit(JobRequest("a lemon", client="carol"))
 
 
+def test_a_deadline_is_for_all_images_of_a_job() -> None:
+    with started() as engine:
+        engine.submit(JobRequest("a lemon", seed=1))
+        seconds = 4 * engine._seconds()  # of one image
+        assert code_of(engine, JobRequest("a lemon", n=8, seconds=seconds)) == "too_late"
+        assert code_of(engine, JobRequest("", image=APPLE.copy(), upscale=4.0, seconds=seconds)) == "too_late"
+        engine.submit(JobRequest("a lemon", n=2, seconds=seconds))
+
+
 def test_images_of_a_job_that_is_recorded_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("canvax.server.engine.INPUT_BYTES", 64 * 64 * 3)
     with started() as engine, ThreadPoolExecutor() as threads, recording(engine) as seen:

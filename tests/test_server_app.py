@@ -8,9 +8,11 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -464,6 +466,30 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         assert [keys.client("", key) for key in (ALICE, BOB)] == [None, "bob"]
 
 
+def test_keys_of_the_variable_cannot_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a process does not change, so SIGHUP must not claim a success."""
+    monkeypatch.setenv("CANVAX_KEYS", f"alice:{ALICE}")
+    keys = Keys.read(None)
+    assert keys is not None
+    with pytest.raises(InputError):
+        keys.reread()
+    assert keys.client("", ALICE) == "alice"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes of files")
+def test_a_group_reads_the_keys_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes mounts a Secret so. The group of a user's files may be many others."""
+    path = tmp_path / "keys.txt"
+    path.write_text(f"alice:{ALICE}\n")
+    user = path.stat().st_uid
+    for euid, mode, warns in ((user, 0o440, True), (user + 1, 0o440, False), (user + 1, 0o444, True)):
+        monkeypatch.setattr(os, "geteuid", lambda euid=euid: euid)
+        path.chmod(mode)
+        with pytest.warns(UserWarning, match="can read it") if warns else nullcontext():
+            assert Keys.read(path)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -615,6 +641,32 @@ def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptur
     assert (refused["path"], refused["status"], refused["client"]) == ("/api/models", 401, "")
     assert {"job", "client", "model", "size", "n", "steps", "seed", "outcome", "seconds"} <= set(ended)
     assert not re.search(f"zebra|{ALICE}|\\?", caplog.text)
+
+
+def test_the_log_has_code_and_argument_of_a_refusal(guarded: Web, caplog: pytest.LogCaptureFixture) -> None:
+    """Refusals of the guard, of a route, of an API with another form, and of a job that was accepted."""
+    caplog.set_level(logging.INFO, "canvax.server")
+    guarded.engine.fails = "out_of_memory", "too large"
+    requests = {
+        "guard": (("GET", "/api/models"), {}, {}, {"code": "invalid_api_key"}),
+        "nothing": (("GET", "/api/nothing"), bearer(ALICE), {}, {"code": "not_found"}),
+        "field": (("POST", "/api/jobs"), bearer(ALICE), {"prompt": "x", "steps": 0}, {"param": "steps"}),
+        "form": (("POST", "/sdapi/v1/txt2img"), bearer(ALICE), {"steps": "x"}, {"param": "steps"}),
+        "failed": (("POST", "/v1/images/generations"), bearer(ALICE), {"prompt": "x"}, {"code": "out_of_memory"}),
+    }
+    for name, (route, headers, body, _) in requests.items():
+        guarded.http.request(*route, json=body, headers={"x-request-id": name} | headers)
+    lines: dict[str, Any] = {}
+
+    def read() -> bool:
+        told = [json.loads(record.getMessage()) for record in caplog.records if record.name == "canvax.server"]
+        lines.update({line["id"]: line for line in told if "id" in line})
+        return requests.keys() <= lines.keys()
+
+    until(read, 30)
+    for name, (_, _, _, fields) in requests.items():
+        assert {"code": "invalid_value"} | fields == {field: lines[name].get(field) for field in ("code", *fields)}
+    assert "job" in lines["failed"]
 
 
 def test_websockets_and_other_scopes_are_not_served() -> None:

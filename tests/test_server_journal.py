@@ -377,6 +377,23 @@ def test_a_full_disk_refuses_new_jobs_and_disturbs_nobody_else(path: Path) -> No
     assert [one.id for one in recovered(path)] == [jobs[0].id, another.id]
 
 
+def test_an_image_of_no_recorded_job_does_not_clear_a_full_disk(path: Path) -> None:
+    """A request that waits for its image is not recorded, so its end shows nothing about the disk."""
+    journal = Journal(path)
+    engine = StubEngine(journal=journal)
+    journal._base.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest("y" * 15_000))
+    assert refused.value.code == "not_recorded"
+    waited = engine.submit(JobRequest("x", awaited=True))
+    until(lambda: waited.status is Status.DONE)
+    journal.stopped(waited)  # more statements without a row
+    journal.over(waited)
+    assert journal.broken
+    assert not engine.book.records()
+    journal.close()
+
+
 def test_a_new_job_waits_for_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a power cut does not undo it, which a test cannot make: SQLite waits where ``synchronous`` is FULL."""
     statements: list[str] = []

@@ -294,6 +294,7 @@ def test_clients_of_a_stopped_server(tmp_path: Path) -> None:
         ("queued", "the next start of the server", None)
     ] * 2
     assert [answer.status_code for answer in answers] == [503] * 4
+    assert all("retry-after" in answer.headers for answer in answers)
 
 
 def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ class Shares:
     records: Sequence[Mapping[str, Any]]
 
 
+class RankTooHigh(InputError):
+    """The rank of an adapter is higher than that of the slots."""
+
+
 class Bank:
     """The slots of a model on its devices, and their contents.
 
@@ -93,7 +97,8 @@ class Bank:
         """Bring an adapter into the form of a slot; ``factor`` is its strength for each parameter, 1 by default.
 
         Raises:
-            InputError: it is not of low rank, has a higher rank than the slots, or is for a layer without slots.
+            RankTooHigh: it has a higher rank than the slots.
+            InputError: it is not of low rank, or is for a layer without slots.
         """
         packed: dict[str, HostArray] = {}
         faults: list[str] = []
@@ -125,7 +130,7 @@ class Bank:
             )
         if most > self.places.rank:
             larger = f"make them larger with pipe.adapters.beside(rank={bucket(most)}), or " if most <= LARGEST else ""
-            raise InputError(
+            raise RankTooHigh(
                 "adapter",
                 f"has a rank of {most}, and places have {self.places.rank}",
                 cure=f"{larger}load it merged, without beside",

@@ -447,7 +447,7 @@ class _Session:
         return json_answer([
             {"name": card.name, "alias": card.alias, "path": card.file, "suggested": card.suggested}
             | {"metadata": {key: _table_in(text) for key, text in card.metadata.items()}}
-            for card in cards
+            for card in cards if not card.fault
         ])  # fmt: skip
 
     async def refresh(self, kind: Literal["adapters", "embeddings"], request: Request) -> Response:

@@ -24,9 +24,9 @@ from canvax.models.beside import ADAPTERS, LAYERS, Places, slots
 from canvax.params import Params
 from canvax.pipelines.adapter_files import AdapterFiles, a1111_hash_of, several, sha256_of
 from canvax.pipelines.adapter_weights import Weights, per_image, plain_weight
-from canvax.pipelines.slots import COUNT, Bank, Packed, Shares, bucket, share_rows
+from canvax.pipelines.slots import COUNT, LARGEST, Bank, Packed, RankTooHigh, Shares, bucket, rank_of, share_rows
 from canvax.pipelines.texts import tags_of
-from canvax.server.jobs import AdapterCard, Rejected, invalid
+from canvax.server.jobs import AdapterCard, Rejected, invalid, unusable
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.identify import LORA, family_of
 from canvax.weights.location import Location
@@ -164,26 +164,28 @@ class AdapterCache:
         self._files = AdapterFiles(self._settings.folder, self._settings.files)
 
     def summary(self) -> str:
-        """Return a line for the operator: how many adapters there are, and the memory of the slots."""
-        places, size = self.bank.places, self.bank.bytes / (1 << 20)
-        return (
-            f"{len(self._files.paths)} adapters may be named; {places.count} places of rank {places.rank}, layers: "
-            f"{places.layers}, beside the weights take up to {size:.0f} MB"
+        """Return lines for the operator: how many adapters there are, the memory of the slots, and files that cannot
+        be used."""
+        places, size, cards = self.bank.places, self.bank.bytes / (1 << 20), self.cards()
+        line = (
+            f"{sum(not card.fault for card in cards)} adapters may be named; {places.count} places of rank "
+            f"{places.rank}, layers: {places.layers}, beside the weights take up to {size:.0f} MB"
         )
+        return "\n".join([line, *unusable(cards, "adapters")])
 
     def cards(self) -> list[AdapterCard]:
-        """Return the files that are adapters of this model by their headers."""
+        """Return the files that are adapters of this model by their headers, and those that cannot be read."""
         each = (self._card(name, path) for name, path in self._files.paths.items())
         return [card for card in each if card is not None]
 
     def _card(self, name: str, path: Path) -> AdapterCard | None:
-        """Return what clients see of an adapter, read again when its file changes; None for other files."""
+        """Return what clients see of an adapter, read again when its file changes; None for files of another kind."""
         try:
             changed = path.stat().st_mtime
             if self._cards.get((name, path), (0.0, None))[0] != changed:
                 self._cards[name, path] = changed, self._read_card(name, path)
-        except (CheckpointError, OSError):
-            return None
+        except (CheckpointError, OSError) as fault:
+            return AdapterCard(name, name, path.name, fault=_reason(fault, path))
         return self._cards[name, path][1]
 
     def _read_card(self, name: str, path: Path) -> AdapterCard | None:
@@ -225,9 +227,9 @@ class AdapterCache:
                 before = self._entries.pop(path, None)
                 entry = before[1] if before and before[0] == changed else self._read(name, path)
             except (CanvaxError, OSError) as fault:
-                message = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
+                message = _reason(fault, path)
                 message = re.sub(r"; (write|pass) .*", "; this server takes adapters of weights alone", message)
-                raise Rejected(400, "adapter_unusable", f"adapters: {message}", param="adapters") from None
+                raise _refused(message) from None
             self._entries[path] = changed, entry
             while sum(entry.bytes for _, entry in self._entries.values()) > KEPT and len(self._entries) > 1:
                 self._entries.popitem(last=False)
@@ -244,8 +246,14 @@ class AdapterCache:
         if adapter.embeddings:
             words = ", ".join(repr(embedding.name) for embedding in adapter.embeddings)
             problem = f"{name!r:.100} contains textual inversions ({words:.200}), which a server does not load"
-            raise Rejected(400, "adapter_unusable", f"adapters: {problem}; remove them from the file", param="adapters")
-        return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), self.bank.pack(name, adapter))
+            raise _refused(f"{problem}; remove them from the file")
+        try:
+            packed = self.bank.pack(name, adapter)
+        except InputError as fault:  # its cure is a call of Python
+            rank = rank_of(adapter, self._model) if isinstance(fault, RankTooHigh) else LARGEST + 1
+            cure = f"; start the server with --lora-rank {bucket(rank)}" if rank <= LARGEST else ""
+            raise _refused(f"{name!r:.100} {fault.problem}{cure}") from None
+        return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), packed)
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
         """Return a prompt without its adapter tags, and the adapters of the tags and of the request.
@@ -308,6 +316,17 @@ class AdapterCache:
             self.bank.put(place, entry.packed)
 
 
+def _reason(fault: CanvaxError | OSError, path: Path) -> str:
+    """Return why a file cannot be used, without the folders above it, which are the operator's business."""
+    if isinstance(fault, OSError) and fault.strerror:
+        return f"{path.name} cannot be read ({fault.strerror})"
+    return str(fault).replace(str(path), path.name)
+
+
+def _refused(message: str) -> Rejected:
+    return Rejected(400, "adapter_unusable", f"adapters: {message}", param="adapters")
+
+
 def _looked_at(model: Model, files: Iterable[Path]) -> tuple[set[int], str]:
     """Return the ranks of files and the layers that they change, from their headers; all layers without files."""
     specs = model.networks.adapted
@@ -316,7 +335,7 @@ def _looked_at(model: Model, files: Iterable[Path]) -> tuple[set[int], str]:
         try:
             entries = open_safetensors(path, plain_names=False)
         except (CheckpointError, OSError):
-            continue  # which is said when somebody names it
+            continue  # ``cards`` has the reason
         for entry in entries:
             split = split_name(entry.name)
             stack = table.get(split.module.replace(".", "_")) if split else None

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from canvax.call import OptionRecord
 from canvax.errors import InputError, nearest, shown
 from canvax.familiar import CALL
-from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Rejected, Status, invalid
+from canvax.server.jobs import DRAINED, Engine, Event, Job, JobRequest, ModelCard, Rejected, Status, invalid
 from canvax.settings import offered
 
 Body = TypeVar("Body")
@@ -77,13 +77,19 @@ def answering(error: Callable[[Rejected, str], Response], endpoint: Endpoint) ->
         try:
             return await endpoint(request)
         except Rejected as refused:
-            return error(refused, request_id_of(request))
+            return refusal(request, refused, error)
         except InputError as fault:
-            return error(invalid(fault.argument or None, str(fault)), request_id_of(request))
+            return refusal(request, invalid(fault.argument or None, str(fault)), error)
         except ClientDisconnect:  # in the middle of its body, so no client reads this
             return Response(status_code=400)
 
     return answered
+
+
+def refusal(request: Request, refused: Rejected, error: Callable[[Rejected, str], Response]) -> Response:
+    """Answer a refusal in the format of an API, with its code and argument in the request's line of the log."""
+    request.state.log = getattr(request.state, "log", {}) | refused.logged
+    return error(refused, request_id_of(request))
 
 
 def once_of(request: Request) -> str | None:
@@ -338,11 +344,11 @@ def failure(job: Job) -> Rejected:
     """Return the reason why a job that is over has no images."""
     if job.parked:
         why = "the server stopped; send the request again with its Idempotency-Key, for the same job"
-        return Rejected(503, "draining", why, retry_after=10)
+        return Rejected(503, "draining", why, retry_after=DRAINED)
     if job.status is Status.CANCELLED:
         return Rejected(409, "cancelled", "the job was cancelled before its images were done")
     code, message = job.error or ("server_error", "the images could not be generated")
-    return Rejected(_STATUSES.get(code, 500), code, message)
+    return Rejected(_STATUSES.get(code, 500), code, message, retry_after=DRAINED if code == "draining" else None)
 
 
 async def settled(request: Request, job: Job, hear: Callable[[Event], None] | None = None) -> None:

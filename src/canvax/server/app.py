@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from canvax.server import a1111, history, huggingface, jobs_api, openai
-from canvax.server.answers import encoded, json_answer, request_id_of
+from canvax.server.answers import encoded, json_answer, refusal, request_id_of
 from canvax.server.guard import Guard, Rules, allowed_hosts, failed
 from canvax.server.jobs import Engine, Rejected, State
 from canvax.server.keys import Keys
@@ -89,7 +89,7 @@ def create_app(
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Rejected)
-        return wrong(request.url.path)(error, request_id_of(request))
+        return refusal(request, error, wrong(request.url.path))
 
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -102,7 +102,7 @@ def create_app(
             messages[405] = "this server has no page (--no-page); /openapi.json lists what there is"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         rejected = Rejected(error.status_code, code, messages.get(error.status_code, "the request cannot be read"))
-        answer = wrong(request.scope["path"])(rejected, request_id_of(request))
+        answer = refusal(request, rejected, wrong(path))
         answer.headers.update(error.headers or {})
         return answer
 

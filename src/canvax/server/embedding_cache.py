@@ -24,16 +24,13 @@ from canvax.parallel.rules import place
 from canvax.params import Params, flatten
 from canvax.pipelines.adapter_files import sha256_of
 from canvax.pipelines.merging import node_at, with_arrays
-from canvax.server.jobs import EmbeddingCard
+from canvax.server.jobs import EmbeddingCard, unusable
 from canvax.tokenizers.clip import words_in
 from canvax.types import HostArray
 from canvax.weights.data_folder import embedding_files, embedding_name
 from canvax.weights.embeddings import Embedding, read_word
 from canvax.weights.entries import PICKLES
 from canvax.weights.lora import TABLE, token_widths
-
-_MOST_LINES = 5
-"""About files that cannot be used, at the start."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +126,8 @@ class EmbeddingCache:
     def summary(self) -> str:
         """Return lines for the operator: how many files can be named, and why others cannot; "" without files."""
         cards = self.cards()
-        usable = [card.name for card in cards if not card.fault]
-        left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
-        more = [f"{len(left) - _MOST_LINES} more embeddings cannot be used"] if left[_MOST_LINES:] else []
-        lines = [f"{len(usable)} embeddings may be named in prompts", *left[:_MOST_LINES], *more]
+        count = sum(not card.fault for card in cards)
+        lines = [f"{count} embeddings may be named in prompts", *unusable(cards, "embeddings")]
         return "\n".join(lines) if cards else ""
 
     def named(self, texts: Sequence[str]) -> tuple[Words, tuple[HintWarning, ...]]:

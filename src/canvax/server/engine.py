@@ -307,8 +307,10 @@ class ImageEngine:
             raise Rejected(413, "too_large", "the images of this request take too much memory; send smaller ones")
         if images > most:  # however long it waits
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
-        if job_request.seconds is not None and alone > job_request.seconds:
-            why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
+        least = max(alone, room.seconds)  # in the best batches
+        if job_request.seconds is not None and least > job_request.seconds:
+            subject = "an image takes" if images == 1 else f"{images} images or tiles take"
+            why = f"seconds={job_request.seconds:g}: {subject} about {least:.1f} s; allow more"
             raise Rejected(400, "too_late", why, param="seconds")
 
         def exceeds(times: int) -> bool:

@@ -134,6 +134,7 @@ class Guard:
                 early = self._preflight(scope, headers)
                 await (early or self._app)(scope, limited.receive, reply)
             except Rejected as refused:
+                state["log"] = state.get("log", {}) | refused.logged
                 await self._wrong(scope["path"])(refused, name)(scope, limited.receive, reply)
             except Exception as error:
                 # The app has answered and logged its own faults, and Starlette raises them again. A half answer must

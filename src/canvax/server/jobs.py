@@ -26,6 +26,9 @@ LOOKS = 15.0
 LONGEST_MESSAGE = 600
 """Characters of a refusal: it may repeat what was sent."""
 
+_MOST_LINES = 5
+"""The most lines about files that cannot be used, at the start."""
+
 MEDIA_TYPES: dict[Format, str] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
@@ -45,6 +48,11 @@ class Rejected(Exception):
     ) -> None:
         super().__init__(message := shortened(message, LONGEST_MESSAGE))
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
+
+    @property
+    def logged(self) -> dict[str, str]:
+        """Fields of the request's line of the log."""
+        return {"code": self.code} | ({"param": self.param} if self.param else {})
 
 
 def invalid(param: str | None, message: str) -> Rejected:
@@ -482,6 +490,7 @@ class AdapterCard:
         trigger_words: words that it was trained with.
         suggested: arguments that it was made for; see ``canvax.weights.lora.suggested``.
         without_effect: fields of its training's schedule that differ from the model's, which a server leaves alone.
+        fault: the reason why it cannot be used; "" for none.
     """
 
     name: str
@@ -491,6 +500,7 @@ class AdapterCard:
     trigger_words: Sequence[str] = ()
     suggested: Mapping[str, Any] = field(default_factory=dict)
     without_effect: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -510,6 +520,13 @@ class EmbeddingCard:
     width: int = 0
 
 
+def unusable(cards: Sequence[AdapterCard | EmbeddingCard], noun: str) -> list[str]:
+    """Return lines for the operator about files that cannot be used."""
+    left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
+    more = [f"{len(left) - _MOST_LINES} more {noun} cannot be used"] if left[_MOST_LINES:] else []
+    return [*left[:_MOST_LINES], *more]
+
+
 class State(StrEnum):
     """State of an engine."""
 
@@ -521,10 +538,13 @@ class State(StrEnum):
     """Ready, but the journal cannot be written."""
 
 
+DRAINED = 10
+"""Seconds after which a server that stops may be replaced."""
+
 _UNREADY = {
     State.STARTING: ("the server is still {starting}; try again soon", 5),
     State.FAILED: ("the server does not work; its log says why", None),
-    State.DRAINING: ("the server is shutting down", 10),
+    State.DRAINING: ("the server is shutting down", DRAINED),
 }
 """Reasons why nothing is accepted, and seconds until it may be."""
 

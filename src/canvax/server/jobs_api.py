@@ -155,7 +155,7 @@ def routes(engine: Engine) -> list[ApiPath]:
 
     async def adapters(request: Request) -> Response:
         model = request.query_params.get("model")
-        names = ("name", "alias", "trigger_words", "suggested", "without_effect")
+        names = ("name", "alias", "trigger_words", "suggested", "without_effect", "fault")
         cards = await reading(engine.adapters, model)
         listed = [{name: getattr(card, name) for name in names} for card in cards]
         words = [{"name": card.name, "fault": card.fault} for card in await reading(engine.embeddings, model)]

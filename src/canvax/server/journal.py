@@ -270,15 +270,16 @@ class Journal:
                 try:
                     if statement == _VACUUM:  # ``execute`` would free one page and stop
                         self._base.executescript(statement)
+                        rows = 0
                     else:
-                        self._base.execute(statement, row)
+                        rows = self._base.execute(statement, row).rowcount
                 finally:
                     if waits:
                         self._base.execute("PRAGMA synchronous = NORMAL")
         except sqlite3.Error as error:
             self.broken, self._failed = f"journal {self._path}: cannot be written ({error})", max(self._failed, size)
             raise CanvaxError(self.broken) from None
-        if size >= self._failed:
+        if rows > 0 and size >= self._failed:  # a statement that writes no row needs no room
             self.broken, self._failed, self._logged = None, 0, -math.inf
 
     def _encoded(self, value: Any) -> bytes:

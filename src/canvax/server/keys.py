@@ -38,11 +38,13 @@ class Keys:
         self._digests, self._file = digests, file
 
     def reread(self) -> None:
-        """Read the file and the variable again, as ``read``. After an error the former keys stay.
+        """Read the file again, as ``read``. After an error the former keys stay.
 
         Raises:
-            InputError: as ``read``.
+            InputError: as ``read``, or there is no file.
         """
+        if self._file is None:
+            raise InputError("CANVAX_KEYS cannot change while the server runs; restart it, or use --keys FILE")
         again = self.read(self._file)
         self._digests = again._digests if again else self._digests
 
@@ -61,13 +63,15 @@ class Keys:
             try:
                 with open_regular(file) as opened:
                     text = opened.read(LONGEST_FILE + 1).decode("utf-8-sig")
-                    mode = os.fstat(opened.fileno()).st_mode
+                    status = os.fstat(opened.fileno())
                 if len(text) > LONGEST_FILE:
                     raise InputError(f"--keys {file}: is longer than {LONGEST_FILE} bytes, so it is no file of keys")
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not text"
                 raise InputError(f"--keys {file}: cannot be read ({reason})") from None
-            if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+            # This process needs the group's permission for a file of another user, such as a Secret of Kubernetes.
+            owned = os.name == "posix" and os.geteuid() in (0, status.st_uid)
+            if os.name == "posix" and status.st_mode & (stat.S_IROTH | stat.S_IRGRP * owned):
                 warn(f"--keys {file}: others on this machine can read it; chmod 600 {file}")
             for number, line in _lines(text):
                 _add(digests, line, f"--keys {file}, line {number}")

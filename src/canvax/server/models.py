@@ -723,10 +723,9 @@ class ModelSet:
                 )
             if not served.loaded:
                 self._load_again(served)
-            if served.shelf:
-                self._say(served.shelf.summary())
-            for line in served.embeddings.summary().splitlines():
-                self._say(line)
+            for cache in filter(None, (served.shelf, served.embeddings)):
+                for line in cache.summary().splitlines():
+                    self._say(line)
             for request, group in self._groups(served, image=not self._settings.compile_on_demand):
                 if served.model.networks.controls or served.model.networks.ip_adapters:
                     served.warm(request(shown=True), group)
@@ -863,7 +862,7 @@ class ModelSet:
             )
             raise Rejected(400, "size_not_ready", message, param="width")
         usual = next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
-        return load + usual, load + usual
+        return load + usual, usual
 
     def put_on(self, key: GroupKey) -> ServedModel:
         """Return the model, with its weights on the devices.

@@ -19,7 +19,7 @@ let known = {};
 
 const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
-export const optionsOf = (nets) => nets.map(({ name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
+export const optionsOf = (nets) => nets.map(({ name, alias = name, fault = "" }) => el("option", { value: name, textContent: fault ? `${name} (cannot be used)` : alias === name ? name : `${name} (${alias})`, title: fault, disabled: Boolean(fault) }));
 
 /** An image beside the prompt, the network that reads it, and how strongly. */
 class Beside {
@@ -156,9 +156,8 @@ async function listAdapters(model) {
   const { adapters, embeddings = [] } = await getJson(`api/adapters?model=${encodeURIComponent(model.id)}`).catch(() => ({ adapters: [] }));
   if (card !== model) return;
   offerWords(embeddings);
-  const named = ({ name, alias }) => choice(name, alias === name ? name : `${name} (${alias})`);
-  $("adapter-add").replaceChildren(choice("", "Add an adapter…"), ...adapters.map(named));
-  known = Object.fromEntries(adapters.map((one) => [one.name, one]));
+  $("adapter-add").replaceChildren(choice("", "Add an adapter…"), ...optionsOf(adapters));
+  known = Object.fromEntries(adapters.filter(({ fault }) => !fault).map((one) => [one.name, one]));
   $("adapters").hidden = !adapters.length;
   showAdapters(adaptersNow());
 }
