@@ -627,7 +627,7 @@ def test_a_validation_loss_in_the_log_and_the_terminal(
     assert [line["loss"] for line in logs[0] if "loss" in line] == [line["loss"] for line in logs[1]]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_lora_in_buckets_killed_twice(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = write_shapes(tmp_path / "p")
 

@@ -9,7 +9,6 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,8 +26,8 @@ from canvax.compile.additions import ReadsReferences
 from canvax.families.known import PRESETS
 from canvax.families.qwen_image_1 import QWEN_IMAGE_1
 from canvax.models.decoder_lm import DecoderConfig
-from canvax.models.qwen25_vision import PICTURE, WindowedConfig, windowed_tower, windowed_tower_spec
-from canvax.models.qwen_vision import PAD, SeeingLanguageModel, _patches
+from canvax.models.qwen25_vision import WindowedConfig, windowed_tower, windowed_tower_spec
+from canvax.models.qwen_vision import SeeingLanguageModel, _patches
 from canvax.pipelines.request import make_request
 from canvax.server.models import Announcer, EngineSettings, ModelSet, ServedModel, Warm
 from canvax.weights.language_model import vision_config
@@ -121,65 +120,6 @@ def test_what_the_tower_sees(height: int, width: int) -> None:
     mean, deviation = (np.float32(values)[:, None, None] for values in statistics())
     pixels = (np.float32(_patches(viewed, 14)).reshape(-1, 3, 1, 196) / 255 - mean) / deviation
     np.testing.assert_allclose(np.repeat(pixels, 2, 2).reshape(len(pixels), -1), want["pixel_values"], atol=1e-5)
-
-
-def language_model() -> tuple[Any, SeeingLanguageModel]:
-    """With positions of which half the frequencies are along rows and columns."""
-    text = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-            "num_attention_heads": 2, "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}  # fmt: skip
-    marks = {"image_token_id": 299, "vision_start_token_id": 298, "vision_end_token_id": 297}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=TOWER | {"out_hidden_size": 32}, **marks)
-    theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
-    read = config.to_dict()
-    encoder = SeeingLanguageModel(
-        DecoderConfig.from_dict(read), 3, eyes=WindowedConfig.from_dict(read), picture=PICTURE, between="", whole=True
-    )
-    return randomise(theirs), encoder
-
-
-class Words:
-    """A byte is a token, but for the mark of an image."""
-
-    backend = SimpleNamespace(token_to_id={PAD: 299}.get)
-    empty = ""
-
-    def ids(self, text: str) -> list[int]:
-        return [token for part in text.split(PAD) for token in (299, *part.encode())][1:]
-
-
-def test_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All features of text and images, as if each prompt were alone."""
-    monkeypatch.setattr("canvax.models.qwen25_vision.VIEWED_PIXELS", 224 * 224)
-    theirs, encoder = language_model()
-    state = {name.replace("model.visual.", "visual."): array for name, array in stored(theirs).items()}
-    state = {name.replace("model.language_model.", "model."): array for name, array in state.items()}
-    params = params_of({name: state[name] for name in state if name != "lm_head.weight"}, encoder.spec)
-    views = [[encoder.view(picture(*size, phase), None) for size in ((165, 215), (300, 130))] for phase in (0.0, 2.0)]
-    texts, length = ["a fox", "a hen on a hill"], 128
-    inputs = encoder.read(Words(), texts, length, views)
-    seeing = encoder.seeing([(1, 1)] * 2)
-    assert {name: array.shape[1:] for name, array in inputs.items()} == {
-        name: shape.shape for name, shape in seeing.inputs(length).items()
-    }
-    got = jax.jit(encoder.encode)(params, **inputs)
-    outputs = seeing.outputs(length, jnp.dtype(jnp.float32))
-    assert {name: array.shape[1:] for name, array in got.items()} == {name: s.shape for name, s in outputs.items()}
-    for i, text in enumerate(texts):
-        ids = Words().ids(prompt_of(text))
-        assert encoder.count(Words(), text, views[i]) == len(ids) - 2
-        seen = Qwen2VLImageProcessorPil(do_resize=False)(views[i], return_tensors="pt")
-        slots = (seen["image_grid_thw"].prod(-1) // 4).tolist()
-        ids = [token for word in ids for token in ([word] * slots.pop(0) if word == 299 else [word])]
-        tokens = torch.tensor([ids])
-        with torch.no_grad():
-            found = theirs(tokens, **seen, mm_token_type_ids=(tokens == 299).int(), output_hidden_states=True)
-        assert got["length"][i] == len(ids)
-        assert relative_error(got["text"][i : i + 1, : len(ids)], found.hidden_states[-1].numpy()) < TOLERANCE
-
-
-def prompt_of(text: str) -> str:
-    return "".join(PICTURE.format(number) for number in (1, 2)) + text
 
 
 @pytest.fixture(scope="module")

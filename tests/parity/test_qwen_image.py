@@ -1,7 +1,4 @@
-"""Qwen-Image-2.1 against diffusers with the same random weights, float32: the network, and images with alpha.
-
-And the network of Qwen-Image 1.
-"""
+"""Qwen-Image-2.1 against diffusers with the same random weights, float32: images with alpha, and what it sees."""
 
 from __future__ import annotations
 
@@ -23,17 +20,12 @@ from PIL import Image
 
 import canvax
 from canvax.call import Call
-from canvax.families.qwen_image_1 import QWEN_IMAGE_1
 from canvax.images.convert import on_white
 from canvax.images.inputs import fingerprint
 from canvax.images.masks import as_floats
-from canvax.models.denoiser import COLUMNS
-from canvax.models.qwen_image import QwenImageConfig, qwen_image, qwen_image_context, qwen_image_spec
-from canvax.models.qwen_image_1 import QwenImage1Config, qwen_image_1, qwen_image_1_context, qwen_image_1_spec
 from canvax.models.qwen_vision import VisionConfig, vision_tower, vision_tower_spec
 from canvax.pipelines.request import make_request
 from canvax.pipelines.upscale import Tiles
-from tests.support.random_numbers import normal
 
 from .families import (
     PROMPTS,
@@ -44,83 +36,10 @@ from .families import (
     arrays_of,
     load,
     picture,
-    qwen_1_network,
-    qwen_network,
     write,
 )
 from .reference import nchw, nhwc, psnr, randomise, relative_error
-from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused
-
-TIMES = np.array([981.0, 303.25], np.float32)
-LENGTHS, ROWS = np.array([19, 33], np.int32), 64
-
-
-FULL = {"in_channels": 64, "out_channels": 64, "num_layers": 1, "attention_head_dim": 128, "num_attention_heads": 32,
-        "context_in_dim": 4096, "axes_dims_rope": (16, 56, 56)}  # fmt: skip
-
-
-@pytest.mark.parametrize("changes", [{}, pytest.param(FULL, marks=pytest.mark.weekly)], ids=["small", "full size"])
-def test_network(changes: dict[str, Any]) -> None:
-    """Two images of other sizes and other texts, each as if it were alone; and a layer of full size."""
-    theirs = qwen_network(**changes)
-    cfg = QwenImageConfig.from_dict(dict(theirs.config))
-    params = params_of(stored(theirs), qwen_image_spec(cfg))
-    sizes, x, text = [(4, 6), (6, 4)], normal(2, 24, cfg.in_channels), normal(2, ROWS, cfg.context_in_dim)
-
-    @jax.jit
-    def run(params: Any) -> Any:
-        width = jnp.array([w for _, w in sizes], jnp.int32)
-        context = qwen_image_context(params, jnp.asarray(text), jnp.asarray(LENGTHS), width, cfg, tokens=24)
-        return qwen_image(params, jnp.asarray(x), jnp.asarray(TIMES), context, cfg)
-
-    def reference(i: int, features: np.ndarray) -> np.ndarray:
-        length = int(LENGTHS[i])
-        slots = torch.arange(length + 24 // 4)[None] >= length
-        with torch.no_grad():
-            drawn = theirs(
-                to_torch(x[i : i + 1]), to_torch(features[i : i + 1, :length]), to_torch(TIMES[i : i + 1] / 1000),
-                img_shapes=[[(1, *sizes[i])]], img_mask=slots,
-            )  # fmt: skip
-        return drawn.sample.numpy()[:, -24:]
-
-    got = run(params)
-    for i in range(2):
-        want = reference(i, text)
-        assert relative_error(got[i : i + 1], want) < TOLERANCE
-        assert relative_error(reference(i, -text), want) > 0.01
-
-
-FULL_1 = {"in_channels": 64, "out_channels": 16, "num_layers": 1, "attention_head_dim": 128, "num_attention_heads": 24,
-          "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}  # fmt: skip
-
-
-@pytest.mark.parametrize("changes", [{}, pytest.param(FULL_1, marks=pytest.mark.weekly)], ids=["small", "full size"])
-def test_network_of_qwen_image_1(changes: dict[str, Any]) -> None:
-    """Likewise, of an odd number of columns; padding of the text is masked in the reference."""
-    theirs = qwen_1_network(**changes)
-    cfg = QwenImage1Config.from_dict(dict(theirs.config))
-    spec = qwen_image_1_spec(cfg)
-    params = params_of(unfused(stored(theirs), spec, QWEN_IMAGE_1.names), spec)
-    sizes, x, text = [(4, 7), (7, 4)], normal(2, 28, cfg.in_channels), normal(2, ROWS, cfg.joint_attention_dim)
-
-    @jax.jit
-    def run(params: Any) -> Any:
-        conditions = {"text": jnp.asarray(text), "length": jnp.asarray(LENGTHS), COLUMNS: jnp.array([7, 4], jnp.int32)}
-        context = qwen_image_1_context(params, conditions, jnp.float32, cfg, tokens=28)
-        return qwen_image_1(params, jnp.asarray(x), jnp.asarray(TIMES), context, cfg)
-
-    def reference(i: int, features: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return theirs(
-                to_torch(x[i : i + 1]), to_torch(features[i : i + 1]), torch.arange(ROWS)[None] < int(LENGTHS[i]),
-                to_torch(TIMES[i : i + 1] / 1000), [[(1, *sizes[i])]],
-            ).sample.numpy()  # fmt: skip
-
-    got = run(params)
-    for i in range(2):
-        want = reference(i, text)
-        assert relative_error(got[i : i + 1], want) < TOLERANCE
-        assert relative_error(reference(i, -text), want) > 0.01
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch
 
 
 @pytest.fixture(scope="module")
