@@ -41,7 +41,7 @@ from canvax.models.decode import decode_images
 from canvax.models.networks import Networks
 from canvax.models.text import encode_text
 from canvax.parallel.mesh import AXES, make_mesh
-from canvax.parallel.rules import AHEAD, abstract_params, device_bytes
+from canvax.parallel.rules import abstract_params, device_bytes
 from canvax.planning.compiling import compile_programs
 from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.planning.job import Job
@@ -109,8 +109,10 @@ CASES = [
     Case("anima", "gpu-h200", 1, 1024, 30),
     Case("anima", "gpu-rtx4090", 1, 1024, 30),
 ]  # fmt: skip
-PARTS = {"flux1-dev": 19, "anima": 14, "qwen-image-2.1": 32, "qwen-image": 60}
+PARTS = {"flux1-dev": 19, "anima": 28, "qwen-image-2.1": 32, "qwen-image": 60}
 """Equal parts of the denoiser's blocks, of models that are computed from two depths."""
+FEW = 2
+"""Parts of the shallower denoiser: only from the third on does each take the same time and memory."""
 
 LORAS = [
     ("sdxl", None), ("sdxl", "int8"), ("flux2-klein-4b", "int8"), ("flux2-klein-4b", None), ("z-image", "int8"),
@@ -167,9 +169,9 @@ def main() -> None:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for table in (whole(results), parts(results)):
         print("\n".join(table), end="\n\n")
-    for model, least in dict.fromkeys((case.model, depth(case)) for case in cases if case.model in PARTS):
+    for model in dict.fromkeys(case.model for case in cases if case.model in PARTS):
         count = sum(layers(PRESETS[model]).values())
-        few, more = (count * times // PARTS[model] for times in (least, least + 1))
+        few, more = (count * times // PARTS[model] for times in (FEW, FEW + 1))
         print(f"* {model}: computed from denoisers of {few} and {more} of {count} blocks")
 
 
@@ -209,14 +211,6 @@ def shallow(networks: Networks, parts: int, times: int) -> Networks:
     return replace(networks, denoiser=replace(denoiser, cfg=cfg))
 
 
-def depth(case: Case) -> int:
-    """Parts of the shallower denoiser: ``AHEAD`` if its weights are streamed, since more take no more memory."""
-    networks, axes = PRESETS[case.model], {"data": 1, "model": case.split}
-    spec = networks.specs(case.quantize)[networks.denoiser.component]
-    streamed = device_bytes(spec, jnp.dtype("bfloat16"), axes) > parse_target(case.target).chip.usable
-    return AHEAD if streamed else 1
-
-
 def extrapolated(case: Case) -> Plan:
     """The plan of a case, with the denoiser computed from two depths and the text encoder at its bound."""
     networks, target, parts = PRESETS[case.model], parse_target(case.target), PARTS[case.model]
@@ -228,23 +222,20 @@ def extrapolated(case: Case) -> Plan:
         {name: device_bytes(spec, jnp.dtype("bfloat16"), axes) for name, spec in networks.specs(kind).items()}
         for kind in (case.quantize, "int8")
     )
-    least = depth(case)
-    streamed = least == AHEAD
+    streamed = weights[networks.denoiser.component] > target.chip.usable
     one, two = (
         compiled(replace(job, model=shallow(networks, parts, times), streamed=streamed), names=["denoise"])["denoise"]
-        for times in (least, least + 1)
+        for times in (FEW, FEW + 1)
     )
 
     def total(few: Any, more: Any) -> Any:
-        return few + (parts - least) * (more - few)
+        return few + (parts - FEW) * (more - few)
 
     numbers = [name for name, value in one.items() if isinstance(value, int | float) and not isinstance(value, bool)]
     found = {"denoise": {name: total(one[name], two[name]) for name in numbers}}
     found["denoise"]["unpriced"] = tuple({*one["unpriced"], *two["unpriced"]})
     inside = [Counter(result["collectives_in_loop"]) for result in (one, two)]
-    found["denoise"]["collectives_in_loop"] = {
-        name: total(inside[0][name], count) for name, count in inside[1].items()
-    }
+    found["denoise"]["collectives_in_loop"] = {name: total(inside[0][name], count) for name, count in inside[1].items()}
     found["decode"] = compiled(job, names=["decode"])["decode"]
     alone = make_mesh(jax.devices()[:1])
     params = {name: abstract_params(spec, "bfloat16", alone) for name, spec in networks.specs().items()}
