@@ -28,9 +28,6 @@ convolution [kh, kw, in, r], and ``up`` [r, out], into which the adapter's scale
 has a different mixture. A LoKr has ``w1`` [in, out] of its first factor, and ``down`` and ``up``, or ``w2`` in the
 layout of a weight, of its second."""
 
-_TILE = 32, 128
-"""Tile of 8-bit numbers on a TPU. XLA there copies tiles from the host outside of a loop, but refuses a matrix."""
-
 SHARE = "share"
 GAIN = "gain"
 """Key in a low-rank adapter: DoRA's factor of each output [out] before the bias, minus 1, for precision in 16 bits."""
@@ -75,15 +72,13 @@ def _on_host(weight: Any) -> bool:
 def _copied(leaves: Sequence[Array], after: Array | None) -> list[Array]:
     """Return arrays with those of the host's memory copied to the device, not before ``after`` is known."""
 
-    def in_tiles(shape: Sequence[int]) -> bool:
-        return len(shape) == 2 and not any(side % tile for side, tile in zip(shape, _TILE, strict=True))
-
     def copied(leaf: Array) -> Array:
         leaf = leaf if after is None else jax.lax.optimization_barrier((leaf, after))[0]
-        if leaf.dtype.itemsize == 1 and in_tiles(leaf.shape) and target_platform() == "tpu":
-            tiles = leaf.reshape(-1, _TILE[0], leaf.shape[1])
-            return jax.device_put(tiles, jax.memory.Space.Device).reshape(leaf.shape)
-        return jax.device_put(leaf, jax.memory.Space.Device)
+        if target_platform() != "tpu" or leaf.dtype.itemsize > 1 or leaf.ndim > 2 or leaf.shape[0] % 64:
+            return jax.device_put(leaf, jax.memory.Space.Device)
+        # XLA refuses to copy a whole matrix of 8 bits outside of a loop. Halves have whole tiles, of 32 rows.
+        halves = jnp.split(leaf, 2)
+        return jnp.concatenate([jax.device_put(half, jax.memory.Space.Device) for half in halves])
 
     return [copied(leaf) if _on_host(leaf) else leaf for leaf in leaves]
 
