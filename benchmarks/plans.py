@@ -5,9 +5,9 @@
     JAX_PLATFORMS=cpu python benchmarks/plans.py bounds
     JAX_PLATFORMS=cpu python benchmarks/plans.py lora
 
-The models of ``PARTS`` are too large to compile whole. For a TPU their denoisers are compiled with few layers and with
-twice as many, and the figures of all layers are computed from both; their text encoders count at their bounds. For a
-GPU there are only ``bounds``, which compile nothing: they count the FLOPs of denoiser and decoder as written. ``lora``
+The models of ``PARTS`` are too large to compile whole. For a TPU their denoisers are compiled with few layers and
+with more, and the figures of all layers are computed from both; their text encoders count at their bounds. For a GPU
+there are only ``bounds``, which compile nothing: they count the FLOPs of denoiser and decoder as written. ``lora``
 compiles steps of training for an H100, for the memory in docs/training.md. All but ``bounds`` need
 ``pip install ".[tpu]"`` or ``".[cuda]"`` and no device. An SDXL plan takes some three minutes for a TPU on two cores,
 half of one for a GPU; what the same code has compiled before is not compiled again.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,8 +109,10 @@ CASES = [
     Case("anima", "gpu-h200", 1, 1024, 30),
     Case("anima", "gpu-rtx4090", 1, 1024, 30),
 ]  # fmt: skip
-PARTS = {"flux1-dev": 19, "anima": 14, "qwen-image-2.1": 32, "qwen-image": 60}
-"""How many of the first depth are the whole network, of models that are computed from two depths."""
+PARTS = {"flux1-dev": 19, "anima": 28, "qwen-image-2.1": 32, "qwen-image": 60}
+"""Equal parts of the denoiser's blocks, of models that are computed from two depths."""
+FEW = 2
+"""Parts of the shallower denoiser: only from the third on does each take the same time and memory."""
 
 LORAS = [
     ("sdxl", None), ("sdxl", "int8"), ("flux2-klein-4b", "int8"), ("flux2-klein-4b", None), ("z-image", "int8"),
@@ -168,7 +171,7 @@ def main() -> None:
         print("\n".join(table), end="\n\n")
     for model in dict.fromkeys(case.model for case in cases if case.model in PARTS):
         count = sum(layers(PRESETS[model]).values())
-        few, more = (count * times // PARTS[model] for times in (1, 2))
+        few, more = (count * times // PARTS[model] for times in (FEW, FEW + 1))
         print(f"* {model}: computed from denoisers of {few} and {more} of {count} blocks")
 
 
@@ -222,14 +225,17 @@ def extrapolated(case: Case) -> Plan:
     streamed = weights[networks.denoiser.component] > target.chip.usable
     one, two = (
         compiled(replace(job, model=shallow(networks, parts, times), streamed=streamed), names=["denoise"])["denoise"]
-        for times in (1, 2)
+        for times in (FEW, FEW + 1)
     )
+
+    def total(few: Any, more: Any) -> Any:
+        return few + (parts - FEW) * (more - few)
+
     numbers = [name for name, value in one.items() if isinstance(value, int | float) and not isinstance(value, bool)]
-    found = {"denoise": {name: one[name] + (parts - 1) * (two[name] - one[name]) for name in numbers}}
-    found["denoise"]["collectives_in_loop"] = {
-        name: count + (parts - 1) * (two["collectives_in_loop"][name] - count)
-        for name, count in one["collectives_in_loop"].items()
-    }
+    found = {"denoise": {name: total(one[name], two[name]) for name in numbers}}
+    found["denoise"]["unpriced"] = tuple({*one["unpriced"], *two["unpriced"]})
+    inside = [Counter(result["collectives_in_loop"]) for result in (one, two)]
+    found["denoise"]["collectives_in_loop"] = {name: total(inside[0][name], count) for name, count in inside[1].items()}
     found["decode"] = compiled(job, names=["decode"])["decode"]
     alone = make_mesh(jax.devices()[:1])
     params = {name: abstract_params(spec, "bfloat16", alone) for name, spec in networks.specs().items()}
@@ -237,13 +243,12 @@ def extrapolated(case: Case) -> Plan:
     encode = Programs(networks, alone).wanted(params, latents, Kinds())["text encoder"]
     flops = count_flops(partial(encode_text, cfg=networks.text), params, *encode.inputs) / case.split
     size = sum(weights[name] for name in networks.text.names)
-    least = max(flops / target.chip.flops, size / target.chip.bandwidth)
     found["encode"] = {
         "compile_seconds": 0.0,
         "flops": flops,
         "hbm_bytes": size,
         "argument_bytes": size,
-        "seconds": least,
+        "seconds": max(flops / target.chip.flops, size / target.chip.bandwidth),
     }
     runs = {"encode": 2 if case.guided else 1, "denoise": case.steps, "decode": 1}
     programs = tuple(ProgramPlan(name, runs[name], **found[name]) for name in runs)

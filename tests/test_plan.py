@@ -22,6 +22,7 @@ from canvax.errors import CanvaxError, CheckpointError
 from canvax.families.known import PRESETS
 from canvax.families.read import read_model
 from canvax.families.sd import SD
+from canvax.kernels.target import compiling_for
 from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
@@ -123,6 +124,19 @@ def test_flops() -> None:
     assert count_flops(f, *arguments) == 3 * 2 * 4 * 8 * 8 + 2 * 25 * 9 * 2 * 7
 
 
+@pytest.mark.parametrize(("kind", "narrow"), [("int8", False), ("int8-w8a8", True)])
+def test_flops_in_8_bits(kind: str, narrow: bool) -> None:
+    """The linear layers of the denoiser multiply 8 bits where their inputs are rounded, too."""
+    mesh = make_mesh(jax.devices()[:1])
+    params = {name: abstract_params(spec, "bfloat16", mesh) for name, spec in TINY.specs(kind).items()}
+    latents = TINY.latent_shape(1, 64, 64)
+    with compiling_for("tpu"):
+        every, eight = (
+            evaluation_flops(Programs(TINY, mesh), params, latents, guided=True, narrow=only) for only in (False, True)
+        )
+    assert (0 < eight < every) if narrow else eight == 0
+
+
 def test_presets_have_the_published_sizes() -> None:
     """Millions of parameters of the UNets, as their model cards have them."""
     sizes = {name: round(count(PRESETS[name].denoiser.spec) / 1e6) for name in ("sd14", "sd15", "sd21", "sdxl")}
@@ -197,6 +211,12 @@ def test_bound_of_a_gpu() -> None:
     assert program.bound_seconds(CHIPS["v5e"]) > 1000
 
 
+def test_bound_of_products_in_8_bits() -> None:
+    program = planning.ProgramPlan("denoise", 1, 1.0, flops=197e9, narrow_flops=98.5e9)
+    times = [program.bound_seconds(chip) * chip.flops / 197e9 for chip in (CHIPS["v5e"], CHIPS["v4"], GPUS["h100"])]
+    assert times == pytest.approx([0.75, 1, 0.75])
+
+
 def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are tokens of the denoiser, in its program and its work, and each of their sizes has an encoder."""
     monkeypatch.setattr(planning, "compiler_version", lambda target: {target.compiler: "0"})
@@ -235,13 +255,13 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_large(told: Any) -> None:
-    plan = told(decode=figures(temporary_bytes=10 * GIB, unpriced=["kernel.3"]))
+    plan = told(decode=figures(temporary_bytes=10 * GIB, unpriced=["all-reduce.3", "all-reduce.24", "kernel"]))
     assert not plan.fits
     assert plan.offloaded_bytes == 12 * GIB  # the decoder alone
     assert plan.to_dict()["why_not"] == "0.25 GiB too much on each chip"
     text = "\n".join(lines(plan))
     assert "does not fit: 0.25 GiB too much" in text
-    assert "the estimate leaves these out: kernel.3" in text
+    assert "the estimate leaves these out: 2 all-reduce, 1 kernel" in text
 
 
 def test_refused_by_the_compiler(told: Any) -> None:

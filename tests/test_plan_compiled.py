@@ -193,3 +193,21 @@ def test_streamed_weights_are_on_the_chip_for_some_layers_alone() -> None:
     assert figures["temporary_bytes"] < 2 * sum(large) / 8 + 32 * MIB < sum(large) / 2  # two of eight layers
     assert figures["unpriced"] == []
     assert figures["hbm_bytes"] > 2 * sum(large)  # what is copied is written there, and read
+
+
+@pytest.mark.parametrize("name", ["encode", "denoise"])
+def test_streamed_weights_of_8_bits_compile(name: str) -> None:
+    """The compiler refuses copies of whole matrices of 8 bits outside of a loop."""
+    qwen: Any = PRESETS["qwen-image"]
+    encoder = qwen.text.encoders[0]
+    width = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    cfg = replace(encoder.cfg, **width, num_hidden_layers=1, vocab_size=1024)
+    small = {"num_layers": 1, "num_attention_heads": 4, "joint_attention_dim": 512}
+    networks = replace(
+        qwen,
+        text=replace(qwen.text, encoders=(replace(encoder, cfg=cfg),)),
+        denoiser=replace(qwen.denoiser, cfg=replace(qwen.denoiser.cfg, **small)),
+    )
+    job = Job(networks, "tpu-v5e:1x1", (1, 1), 1, 256, 256, False, "bfloat16", "int8", streamed=True)
+    figures = compiling.compile_programs(job, {}, [name], reuse=False, announce=None)[name]
+    assert "refused" not in figures

@@ -74,7 +74,11 @@ def _copied(leaves: Sequence[Array], after: Array | None) -> list[Array]:
 
     def copied(leaf: Array) -> Array:
         leaf = leaf if after is None else jax.lax.optimization_barrier((leaf, after))[0]
-        return jax.device_put(leaf, jax.memory.Space.Device)
+        if target_platform() != "tpu" or leaf.dtype.itemsize > 1 or leaf.ndim > 2 or leaf.shape[0] % 64:
+            return jax.device_put(leaf, jax.memory.Space.Device)
+        # XLA refuses to copy a whole matrix of 8 bits outside of a loop. Halves have whole tiles, of 32 rows.
+        halves = jnp.split(leaf, 2)
+        return jnp.concatenate([jax.device_put(half, jax.memory.Space.Device) for half in halves])
 
     return [copied(leaf) if _on_host(leaf) else leaf for leaf in leaves]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.loading import load_of
@@ -122,7 +123,7 @@ def lines(plan: Plan) -> list[str]:
     text = [*head, *table(rows, right=range(1, 7)), ""]
     weights = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.weights.items())
     weights = f"weights on each {device}, which stay there: {weights} GiB"
-    unpriced = sorted({name for program in plan.programs for name in program.unpriced})
+    unpriced = Counter(re.sub(r"[.\d]+$", "", name) for program in plan.programs for name in program.unpriced)
     if any(program.refused for program in plan.programs):
         return [*text, weights, f"does not fit: {plan.why_not}", *_modes(plan)]
     memory = (
@@ -138,7 +139,8 @@ def lines(plan: Plan) -> list[str]:
         times = f"{estimate}, {least}; {plan.batch / plan.seconds:.3g} images a second"
     text += [f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}", weights, f"time: {times}"]
     if unpriced:
-        text.append(f"the estimate leaves these out: {', '.join(unpriced)}")
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(unpriced.items()))
+        text.append(f"the estimate leaves these out: {counts}")
     page = f"docs/{plan.target.platform}.md"
     text += _modes(plan)
     return [*text, f"Figures are for one {device} and one run of each program; nothing was run. See {page}."]

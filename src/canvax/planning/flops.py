@@ -18,13 +18,14 @@ from canvax.params import Params
 from canvax.quantize import compute_dtype
 
 
-def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
+def count_flops(function: Callable[..., Any], *arguments: Any, narrow: bool = False) -> float:
     """Count the FLOPs of matmuls, convolutions and custom kernels in a call; a multiply-add counts as two.
 
     Arguments can be abstract. The body of a loop counts once per iteration, or once if the length is unknown. Papers
     count networks in this way; the compiler's figure includes element-wise work, and counts the body of any loop once.
+    With ``narrow`` only matmuls of 8-bit numbers count.
     """
-    return _count(traced(function, *arguments))
+    return _count(traced(function, *arguments), narrow)
 
 
 def evaluation_flops(
@@ -34,11 +35,13 @@ def evaluation_flops(
     *,
     guided: bool,
     references: tuple[tuple[int, int], ...] = (),
+    narrow: bool = False,
 ) -> float:
     """Count the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C], without what is done once before the
     loop; guidance doubles the batch.
 
-    ``params`` are arrays, or their shapes and dtypes; ``references`` are heights and widths of reference images.
+    ``params`` are arrays, or their shapes and dtypes; ``references`` are heights and widths of reference images;
+    ``narrow`` as for ``count_flops``.
     """
     denoiser = programs.networks.denoiser
     samples = latents[0] * (2 if guided else 1), *latents[1:]
@@ -54,15 +57,19 @@ def evaluation_flops(
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[denoiser.component])
     prepared = jax.eval_shape(lambda params, given: denoiser.prepare(params, given, loop), weights, conditions)
     x = jax.ShapeDtypeStruct(loop, compute_dtype(params[denoiser.component]))
-    return count_flops(network, weights, x, jax.ShapeDtypeStruct(samples[:1], jnp.float32), prepared)
+    return count_flops(network, weights, x, jax.ShapeDtypeStruct(samples[:1], jnp.float32), prepared, narrow=narrow)
 
 
-def _count(jaxpr: Any) -> float:
-    return sum(_equation(equation) for equation in jaxpr.eqns)
+def _count(jaxpr: Any, narrow: bool) -> float:
+    return sum(_equation(equation, narrow) for equation in jaxpr.eqns)
 
 
-def _equation(equation: Any) -> float:
+def _equation(equation: Any, narrow: bool) -> float:
     name, params = equation.primitive.name, equation.params
+    if narrow and name in ("dot_general", "conv_general_dilated", "pallas_call"):
+        widest = max(operand.aval.dtype.itemsize for operand in equation.invars)
+        if name != "dot_general" or widest > 1:
+            return 0.0
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         left = equation.invars[0].aval.shape
@@ -75,6 +82,6 @@ def _equation(equation: Any) -> float:
         estimate = params["cost_estimate"]
         return float(estimate.flops) if estimate is not None else 0.0
     if name == "cond":
-        return max(_count(branch.jaxpr) for branch in params["branches"])
+        return max(_count(branch.jaxpr, narrow) for branch in params["branches"])
     turns = params["length"] if name == "scan" else 1
-    return turns * sum(_count(inner) for inner in jaxprs_in_params(params))
+    return turns * sum(_count(inner, narrow) for inner in jaxprs_in_params(params))

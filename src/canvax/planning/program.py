@@ -21,6 +21,7 @@ class ProgramPlan:
         seconds: the compiler's estimate of an evaluation; None for GPUs, whose compiler has no estimate.
         setup_seconds: the compiler's estimate of the work of "denoise" before its first step.
         flops: FLOPs of matmuls, convolutions and kernels in an evaluation.
+        narrow_flops: those of them that multiply numbers of 8 bits.
         hbm_bytes: transfers to and from the device's memory in an evaluation; on GPUs through the L2 cache.
         kernels: number of kernels in an evaluation.
         collectives: number of collectives of each kind in the program.
@@ -41,6 +42,7 @@ class ProgramPlan:
     seconds: float | None = None
     setup_seconds: float = 0.0
     flops: float = 0.0
+    narrow_flops: float = 0.0
     hbm_bytes: float = 0.0
     kernels: int = 0
     collectives: Mapping[str, int] = field(default_factory=dict)
@@ -58,4 +60,5 @@ class ProgramPlan:
         For a GPU only weights, inputs and results count, since its cache may avoid other transfers.
         """
         least = self.argument_bytes + self.output_bytes if isinstance(chip, Gpu) else self.hbm_bytes
-        return max(self.flops / chip.flops, least / chip.bandwidth)
+        flops = self.flops - self.narrow_flops + self.narrow_flops / chip.narrow
+        return max(flops / chip.flops, least / chip.bandwidth)

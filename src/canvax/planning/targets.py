@@ -33,6 +33,7 @@ class Chip:
         memory: bytes of its memory.
         usable: bytes of its memory that programs can use.
         options: further options of its topology.
+        narrow: how many times faster it multiplies 8-bit numbers at most.
         host: bytes/s from the host's pinned memory. This is an assumption, not from a data sheet: 16 GB/s for TPUs;
             for GPUs 80 % of a PCIe link of 16 lanes.
     """
@@ -45,6 +46,7 @@ class Chip:
     memory: float
     usable: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    narrow: float = 1.0
     host: float = 16e9
 
     @property
@@ -60,9 +62,9 @@ CHIPS = {
         Chip("v3", "core", 61.5e12, 450e9, 0.94e9, 16 * GIB, 15.48 * GIB),
         # Both cores as one device, as JAX runs it; libtpu's default for a topology is a device per core.
         Chip("v4", "chip", 275e12, 1228e9, 1.05e9, 32 * GIB, 30.75 * GIB, {"chip_config_name": "megacore"}),
-        Chip("v5e", "chip", 197e12, 819e9, 1.503e9, 16 * GIB, 15.75 * GIB),
-        Chip("v5p", "chip", 459e12, 2765e9, 1.75e9, 96 * GIB, 95.74 * GIB),
-        Chip("v6e", "chip", 918e12, 1640e9, 1.75e9, 32 * GIB, 31.25 * GIB),
+        Chip("v5e", "chip", 197e12, 819e9, 1.503e9, 16 * GIB, 15.75 * GIB, narrow=2),
+        Chip("v5p", "chip", 459e12, 2765e9, 1.75e9, 96 * GIB, 95.74 * GIB, narrow=2),
+        Chip("v6e", "chip", 918e12, 1640e9, 1.75e9, 32 * GIB, 31.25 * GIB, narrow=2),
     )
 }
 
@@ -139,8 +141,8 @@ def _gpu(
     """
     return Gpu(
         name, "GPU", tflops * 1e12, bandwidth * 1e9, clock * 1e9, memory * GIB, PREALLOCATED * memory * GIB,
-        host=0.8 * 15.75e9 * 2 ** (link - 3), capability=capability, processors=processors, shared=shared * _KIB,
-        cache=int(cache * _MIB),
+        host=0.8 * 15.75e9 * 2 ** (link - 3), narrow=4 if name.startswith("rtx") else 2, capability=capability,
+        processors=processors, shared=shared * _KIB, cache=int(cache * _MIB),
     )  # fmt: skip
 
 

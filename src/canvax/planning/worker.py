@@ -100,6 +100,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
         "compile_seconds": seconds,
         **estimate,
         "flops": _flops(job, name, programs, params, latents) / mesh.size,
+        "narrow_flops": _flops(job, name, programs, params, latents, narrow=True) / mesh.size,
         "hbm_bytes": run.bytes,
         "kernels": run.kernels,
         "collectives": collectives(text),
@@ -112,8 +113,12 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tuple[int, int, int, int]) -> float:
-    """Count the FLOPs of an evaluation of a program on the whole batch."""
+def _flops(
+    job: Job, name: str, programs: Programs, params: Params, latents: tuple[int, int, int, int], *, narrow: bool = False
+) -> float:
+    """Count the FLOPs of an evaluation of a program on the whole batch, with ``narrow`` the denoiser's in 8 bits."""
+    if narrow and name != "denoise":
+        return 0.0
     model, shape = job.model, jax.ShapeDtypeStruct
     kinds = Kinds().adding(job.references and ReadsReferences(job.references))
     with compiling_for(parse_target(job.target).platform):
@@ -123,7 +128,8 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
         if name == "denoise":
-            return evaluation_flops(programs, params, latents, guided=job.guided, references=job.references)
+            options: dict[str, Any] = {"guided": job.guided, "references": job.references, "narrow": narrow}
+            return evaluation_flops(programs, params, latents, **options)
         encoder = programs.wanted(params, latents, kinds)[name]
         return count_flops(encoder.function, params["vae"], *encoder.inputs)
 
