@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.samplers import build_table, from_scheduler_config
+from canvax.weights.location import Location
+from canvax.weights.open import open_files
 from examples import new_family
 from tests.support.serve_process import serving
 from tests.support.serving import by_job
@@ -162,6 +165,17 @@ def test_the_family_of_the_page_is_loaded(toy: tuple[canvax.Pipeline, Path], mon
     assert main(["generate", "a fox", "-m", "toy", "--seed", "1", "-o", "fox.png", "-q"]) == 0
     got = np.asarray(Image.open(folder.parent / "fox.png"), np.float32)
     np.testing.assert_allclose(got / 255, want[0], atol=0.01)
+
+
+def test_classes_of_other_libraries(toy: tuple[canvax.Pipeline, Path]) -> None:
+    """A registered family may name its classes with its library; other classes of this library are refused."""
+    _, folder = toy
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    for kind, is_known in {"Mlp": True, "Other": False, "UNet2DConditionModel": False}.items():
+        (folder / "model_index.json").write_text(json.dumps(index | {"mlp": ["toy", kind]}), "utf-8")
+        with nullcontext() if is_known else pytest.raises(canvax.CheckpointError):
+            assert open_files(Location(folder)).components["mlp"] == kind
+    assert "UNet2DConditionModel" not in known.known_components()["unet"]
 
 
 @pytest.mark.slow

@@ -80,9 +80,17 @@ def _register_installed() -> None:
             warn(f"the family {point.name} ({point.value}) cannot be used: {problem:.300}", HintWarning)
 
 
-def component_names() -> tuple[str, ...]:
-    """Return the components that models of some family have, which are read where ``model_index.json`` names them."""
-    return tuple(dict.fromkeys(name for family in families() for name in family.classes))
+def known_components() -> dict[str, set[str]]:
+    """Return the components that are read where ``model_index.json`` names them, with classes of other libraries.
+
+    These are the classes of registered families, except those of canvax's families.
+    """
+    stock = {kind for family in FAMILIES for kinds in family.classes.values() for kind in kinds}
+    known: dict[str, set[str]] = {}
+    for family in families():
+        for name, kinds in family.classes.items():
+            known.setdefault(name, set()).update({*kinds} - stock)
+    return known
 
 
 def family_of(index: Mapping[str, Any]) -> Family:
