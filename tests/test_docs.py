@@ -167,6 +167,22 @@ def test_the_family_of_the_page_is_loaded(toy: tuple[canvax.Pipeline, Path], mon
     np.testing.assert_allclose(got / 255, want[0], atol=0.01)
 
 
+def test_an_edited_family_takes_the_place_of_the_installed(
+    toy: tuple[canvax.Pipeline, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ``stacks`` keep the names of files."""
+    made, folder = toy
+    monkeypatch.setattr(known, "_registered", {})
+    known._register_installed.cache_clear()
+    family = known.register(dataclasses.replace(made.model.family, stacks=made.model.family.names))
+    loaded = canvax.load(folder, mesh=made.mesh)
+    assert loaded.model.family is family
+    names = load_file(loaded.save(folder.parent / "again") / "mlp/diffusion_pytorch_model.safetensors").keys()
+    assert names >= {"net.first.weight", "net.last.weight"}
+    again = canvax.load(folder.parent / "again", mesh=made.mesh)
+    jax.tree.map(np.testing.assert_array_equal, again.params, made.params)
+
+
 def test_classes_of_other_libraries(toy: tuple[canvax.Pipeline, Path]) -> None:
     """A registered family may name its classes with its library; other classes of this library are refused."""
     _, folder = toy

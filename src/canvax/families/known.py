@@ -71,10 +71,15 @@ def families() -> tuple[Family, ...]:
 
 @cache
 def _register_installed() -> None:
-    """Register the families of installed packages; a warning names a package whose family cannot be used."""
+    """Register the families of installed packages; a warning names a package whose family cannot be used.
+
+    A family of the same name that was registered before stays.
+    """
     for point in entry_points(group=GROUP):
         try:
-            register(point.load())
+            family = point.load()
+            if family.name not in _registered:
+                register(family)
         except Exception as error:  # of the package's code
             problem = f"{type(error).__name__}: {error}"
             warn(f"the family {point.name} ({point.value}) cannot be used: {problem:.300}", HintWarning)
