@@ -39,7 +39,6 @@ from canvax.compile.at_once import at_once
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs
-from canvax.guidance import rule_of
 from canvax.kernels import cpu
 from canvax.kernels.target import compiling_for, jitted
 from canvax.models import blocks, clip
@@ -49,7 +48,6 @@ from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
-from canvax.parallel.rules import abstract_params
 from canvax.params import init_params
 from canvax.pipelines import generate
 from canvax.pipelines.request import Call, make_request
@@ -798,18 +796,6 @@ def test_odd_headers_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]
 def instant(self: Programs, call: Any) -> Any:
     """In place of ``Programs._compile``."""
     return jax.jit(lambda *_: jnp.zeros(())).lower(*call.arguments).compile(), True
-
-
-def test_a_program_with_a_function_of_the_user_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has other functions under its name."""
-    monkeypatch.setattr(Programs, "_compile", instant)
-    monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
-    networks = canvax.load("emoji").model.networks
-    ours = Programs(networks, make_mesh(ONE))
-    params = {name: abstract_params(spec, "float32", ours.mesh) for name, spec in networks.specs().items()}
-    for method, files in ((lambda negative, conditional, scale: conditional, 0), ("cfg", 1)):
-        ours.program("guided denoiser", params, networks.latent_shape(1, 64, 64), Kinds(guidance=rule_of(method)))
-        assert len(cache.stored_programs()) == files
 
 
 def test_the_command_knows_networks(

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,16 @@ from test_reference import commands
 
 import canvax
 from canvax.cli import main
+from canvax.extend import ClipEncoder, ClipTextConfig, VaeConfig
 from canvax.families import known
 from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.samplers import build_table, from_scheduler_config
+from canvax.weights.location import Location
+from canvax.weights.open import open_files
 from examples import new_family
+from tests.support.bundled import PACKAGED
 from tests.support.serve_process import serving
 from tests.support.serving import by_job
 
@@ -95,18 +101,25 @@ def test_the_solver_of_the_page_is_ddim() -> None:
 
 def test_the_page_of_a_new_family() -> None:
     """It shows all of the example, and the blocks after it run; a network of one's own takes 25 public lines."""
-    *shown, around, own, _ = blocks(ROOT / "docs" / "new-family.md")
+    *shown, own, packed, _, _ = blocks(ROOT / "docs" / "new-family.md")
     example = (ROOT / "examples" / "new_family.py").read_text("utf-8")
     code = [line for block in shown for line in block.splitlines() if line]
     assert code == [line for line in example.splitlines()[1:] if line]
     names: dict[str, Any] = {}
-    exec(around, names)
-    assert np.abs(np.asarray(names.pop("image"), np.int32)).max() > 0
+    exec(shown[0], names)
     exec(own, names)
     assert np.abs(np.asarray(names["image"], np.int32)).max() > 0
     assert len([line for line in own.splitlines() if line.strip()]) <= 25
     assert set(re.findall(r"from (canvax\S*)", own)) == {"canvax.extend", "canvax.nn"}
-    assert not re.findall(r"\b_[a-z]", own)
+    assert not re.findall(r"\b_[a-z]", own + packed)
+    exec(packed, names)
+    tokens = names["tokens"]
+    pipe = names["pipe"].with_denoiser(tokens, init_params(tokens.spec, seed=0))
+    conditions, latents = pipe.encode("a fox"), np.ones((1, 4, 8, names["small"].channels), np.float32)
+    wide, tall = (
+        np.sort(pipe.denoiser(latents.reshape(1, *size, -1), 500.0, conditions), None) for size in ((4, 8), (8, 4))
+    )
+    assert np.abs(wide - tall).max() > 1e-3  # of equal tokens in other places
 
 
 @pytest.fixture
@@ -117,7 +130,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[canvax.Pipelin
     (entries,) = re.findall(r"^```toml\n\[project\.entry-points\.(.*?)^```", page.read_text("utf-8"), re.M | re.S)
     (site / "toy-1.dist-info/entry_points.txt").write_text("[" + entries.replace('"', ""), "utf-8")
     (site / "toy-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n", "utf-8")
-    code = (ROOT / "examples" / "new_family.py").read_text("utf-8") + blocks(page)[-1]
+    code = (ROOT / "examples" / "new_family.py").read_text("utf-8") + "".join(blocks(page)[-2:])
     (site / "toy_canvax.py").write_text(code, "utf-8")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -162,6 +175,60 @@ def test_the_family_of_the_page_is_loaded(toy: tuple[canvax.Pipeline, Path], mon
     assert main(["generate", "a fox", "-m", "toy", "--seed", "1", "-o", "fox.png", "-q"]) == 0
     got = np.asarray(Image.open(folder.parent / "fox.png"), np.float32)
     np.testing.assert_allclose(got / 255, want[0], atol=0.01)
+
+
+def test_clip_and_an_autoencoder_of_the_package(
+    toy: tuple[canvax.Pipeline, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of the page reads them from a folder."""
+    made, folder = toy
+    family = known.register(sys.modules["toy_canvax"].STOCK)
+    (folder / "model_index.json").unlink()
+    clip = ClipTextConfig(2500, new_family.WIDTH, 16, 1, 2)
+    vae = VaeConfig(block_out_channels=(8, 8), latent_channels=new_family.CHANNELS, norm_num_groups=4,
+                    down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)  # fmt: skip
+    networks = new_family.Networks(new_family.Mlp(), vae, TextEncoders((ClipEncoder("text_encoder", clip),)))
+    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
+    tokenizers = canvax.load("emoji").model.tokenizers
+    stock = canvax.pipeline_of(networks, params, FLOW, family=family, tokenizers=tokenizers, mesh=made.mesh)
+    stock.save(folder, overwrite=True)
+    for part, config in {"text_encoder": clip, "vae": vae}.items():
+        (folder / part / "config.json").write_text(json.dumps(dataclasses.asdict(config)), "utf-8")
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    index["tokenizer"] = ["transformers", "CLIPTokenizer"]
+    (folder / "model_index.json").write_text(json.dumps(index), "utf-8")
+    shutil.copytree(PACKAGED / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+    loaded = canvax.load(folder, mesh=made.mesh)
+    assert (loaded.model.vae, loaded.model.text) == (vae, networks.text)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, stock.params)
+    np.testing.assert_array_equal(loaded.encode("a fox")["text"], stock.encode("a fox")["text"])
+
+
+def test_an_edited_family_takes_the_place_of_the_installed(
+    toy: tuple[canvax.Pipeline, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ``stacks`` keep the names of files."""
+    made, folder = toy
+    monkeypatch.setattr(known, "_registered", {})
+    known._register_installed.cache_clear()
+    family = known.register(dataclasses.replace(made.model.family, stacks=made.model.family.names))
+    loaded = canvax.load(folder, mesh=made.mesh)
+    assert loaded.model.family is family
+    names = load_file(loaded.save(folder.parent / "again") / "mlp/diffusion_pytorch_model.safetensors").keys()
+    assert names >= {"net.first.weight", "net.last.weight"}
+    again = canvax.load(folder.parent / "again", mesh=made.mesh)
+    jax.tree.map(np.testing.assert_array_equal, again.params, made.params)
+
+
+def test_classes_of_other_libraries(toy: tuple[canvax.Pipeline, Path]) -> None:
+    """A registered family may name its classes with its library; other classes of this library are refused."""
+    _, folder = toy
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    for kind, is_known in {"Mlp": True, "Other": False, "UNet2DConditionModel": False}.items():
+        (folder / "model_index.json").write_text(json.dumps(index | {"mlp": ["toy", kind]}), "utf-8")
+        with nullcontext() if is_known else pytest.raises(canvax.CheckpointError):
+            assert open_files(Location(folder)).components["mlp"] == kind
+    assert "UNet2DConditionModel" not in known.known_components()["unet"]
 
 
 @pytest.mark.slow

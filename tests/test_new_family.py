@@ -24,8 +24,10 @@ import pytest
 import canvax
 import canvax.extend
 from canvax.cli import preview
-from canvax.compile import cache, key
+from canvax.compile import key
+from canvax.compile.aot import Build
 from canvax.compile.kinds import Kinds
+from canvax.compile.programs import Programs
 from canvax.engine import batch
 from canvax.families.base import Family
 from canvax.families.known import PRESETS
@@ -51,10 +53,12 @@ from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
+from canvax.parallel.rules import place_all
 from canvax.params import Params, init_params
 from canvax.train import low_rank
 from canvax.types import Array
 from canvax.weights.lora import adapter_info, read_adapter
+from conftest import use_folder
 from examples.new_family import CHANNELS, FACTOR, FAMILY, NETWORKS, WIDTH, Letters, Mlp, OneAfterAnother, Squares
 from tests.support.adapter_files import Draw, write
 from tests.support.refusals import refused
@@ -533,19 +537,14 @@ def networks_of(notebook: dict[str, Any], part: str) -> Networks:
 
 
 @pytest.mark.parametrize(("part", "method"), [("denoiser", "apply"), ("text", "encode"), ("vae", "decode")])
-def test_an_edited_network_is_another_program(
-    part: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Defined again, and edited in place: neither in memory nor on disk is it taken for the old one."""
-    monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(key, "edited", lambda: False)  # by whoever edits while the tests run
+def test_an_edited_network_is_another_program(part: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defined again, and edited in place."""
     notebook = {**globals(), "__name__": "__main__"}
     run_cell(notebook, "helper", 1.0)
     run_cell(notebook, part, 1.0)
     first, pipe = notebook["Mine"], pipeline_of(networks_of(notebook, part))
     pixels = [draw(pipe).pixels]
     assert draw(pipe).compilations == 0
-    assert not cache.stored_programs()
 
     def changed(pipe: canvax.Pipeline) -> bool:
         pixels.append(draw(pipe).pixels)
@@ -558,6 +557,33 @@ def test_an_edited_network_is_another_program(
     assert changed(pipe)
     run_cell(notebook, part, 5.0)
     assert changed(pipeline_of(networks_of(notebook, part)))
+
+
+def test_a_network_is_stored_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Its name and its ``repr`` stay the same. Code that calls Python is not stored."""
+    monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(key, "edited", lambda: False)  # by whoever edits while the tests run
+    request.addfinalizer(partial(use_folder, jax.config.values["jax_compilation_cache_dir"]))
+    use_folder(None)  # JAX's programs are not stored again
+    mesh = make_mesh(jax.devices()[:1])
+    params = {"vae": place_all(Squares().spec, jax.tree.map(jnp.ones_like, init_params(Squares().spec, 0)), mesh)}
+    builds: list[Build] = []
+    decoded = []
+    notebook = {**globals(), "__name__": "__main__"}
+    doubled = "def boosted(x): return jax.pure_callback(lambda x: 2 * x, x, x)"
+    for helper in ("def boosted(x): return x",) * 2 + ("def boosted(x): return 3 * x",) * 2 + (doubled,) * 2:
+        exec(helper, notebook)
+        run_cell(notebook, "vae", 1.0)
+        programs = Programs(networks_of(notebook, "vae"), mesh)
+        decoder = programs.program("decoder", params, (1, 8, 8, CHANNELS), Kinds(guided=()), builds.append)
+        decoded.append(float(decoder(params, jnp.ones((1, 8, 8, CHANNELS)))[0, 0, 0, 0]))
+    ended = [build for build in builds if build.seconds is not None]
+    assert [build.cached for build in ended] == [False, True, False, True, False, False]
+    assert [build.size > 0 for build in ended] == [True] * 4 + [False] * 2
+    assert decoded[::2] == decoded[1::2]
+    assert len({*decoded}) == 3
 
 
 def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
@@ -616,6 +642,26 @@ def test_an_edited_network_in_a_second_process(tmp_path: Path) -> None:
         for gain in ("1", "5")
     ]
     assert printed[0] != printed[1]
+
+
+CONSTANTS = """
+import jax.numpy as jnp
+from tests.test_new_family import *
+from canvax.kernels.target import code_of
+many = jnp.arange(99.0)
+print(code_of(make_mesh(jax.devices()[:1]), lambda x: x * many, jax.ShapeDtypeStruct((99,), jnp.float32)) is None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outside", [True, False])
+def test_constants_that_are_not_in_the_code(outside: bool) -> None:
+    """JAX passes them as arguments if this variable is set."""
+    environment = os.environ | {"JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": str(outside)}
+    process = subprocess.run(
+        [sys.executable, "-c", CONSTANTS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == [str(outside)]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from canvax.cli import main
 from canvax.cli.arguments import parse
 from canvax.cli.train import _made, _training
 from canvax.errors import CanvaxError, CheckpointError, HintWarning, InputError, warn
+from canvax.families.base import Family
 from canvax.models.controlnet import ControlNet
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear, linear_spec
 from canvax.parallel.mesh import make_mesh
@@ -144,6 +145,19 @@ def test_which_layers(model: Path) -> None:
         low_rank.targets({"mlp": {"out": linear_spec(4, 4)}}, "all")
     numbered = {"mlp": {"blocks": {"0": {"out": linear_spec(4, 4)}}}}
     assert low_rank.targets(numbered, "all")["mlp"].keys() == {"blocks.0.out"}
+
+
+@pytest.mark.parametrize("axis", [None, "mlp"])
+def test_a_hint_of_no_more_than_attention(axis: str | None, model: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Of a denoiser whose feed-forward has no axis of that name."""
+    block = {"to_q": linear_spec(4, 4, (None, "heads")), "up": linear_spec(4, 8, (None, axis))}
+    denoiser = SimpleNamespace(component="mlp", spec={"blocks": {"0": block}})
+    networks = SimpleNamespace(denoiser=denoiser, adapted={"mlp": denoiser.spec})
+    described: Any = SimpleNamespace(networks=networks, text=SimpleNamespace(names=()), family=Family("new"))
+    for layers in ("attention", "transformer", "all"):
+        Lora(layers=layers).check(described, training(model, model, model))
+    hints = [warning.message for warning in recwarn if isinstance(warning.message, HintWarning)]
+    assert [hint.argument for hint in hints] == ([] if axis else ["layers"])
 
 
 # The loop

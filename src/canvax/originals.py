@@ -1,7 +1,7 @@
 """Notice user code in a program: ``replaced`` names of canvax, and ``foreign`` networks and functions.
 
-The next process may have other code under the same names. So programs with this code are neither stored nor loaded,
-and a trace of other code is not used for them.
+The next process may have other code under the same names. So programs with replaced names are neither stored nor
+loaded, those with foreign code are stored by their lowered code, and a trace of other code is not used for them.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def check_kept(builds: Iterable[Build]) -> None:
     """Raise a ``CanvaxError`` if a program is not in the cache."""
-    if not all(build.cached or build.size for build in builds):
-        raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
+    if lost := dict.fromkeys(build.program for build in builds if not (build.cached or build.size)):
+        reasons = "docs/caching.md lists the reasons, and canvax cache path prints the folder"
+        raise CanvaxError(f"compiled and not kept: {', '.join(lost)}; {reasons}")
 
 
 def _print(built: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@
 - ``jax.config.values``, ``Device.client`` and its ``platform_version``, for keys: programs are not stored;
 - the names of JAX's monitoring events: counts stay 0, and a program from JAX's own cache is stored although its copy
   may not run, which the first run shows;
+- ``const_args`` of a lowered program: programs with code of users are not stored;
 - the names of collectives in the compiler's text (``inspect.py``): they are not counted.
 """
 
@@ -147,7 +148,7 @@ def load_or_compile(
     def compiled() -> Any:
         report(Build(name, cached=False))
         began = time.perf_counter()
-        with _plain_settings(), counting() as counts:
+        with plain_settings(), counting() as counts:
             program, keep = compile()
         # A program that JAX read from its own cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
         # lacks its machine code. JAX has it in any case.
@@ -171,7 +172,7 @@ def load_or_compile(
 
 
 @contextmanager
-def _plain_settings() -> Iterator[None]:
+def plain_settings() -> Iterator[None]:
     """Turn off JAX's debugging settings, whose rules our programs break on purpose.
 
     The programs are compiled ahead, and take small arrays of the host.
@@ -192,7 +193,7 @@ class Executable:
 
     def __call__(self, *arguments: Any) -> Any:
         replace, program = self._replace, self._program  # in this order: another thread changes them in the other
-        with _plain_settings():
+        with plain_settings():
             if replace is None:
                 return program(*arguments)
             try:

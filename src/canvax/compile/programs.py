@@ -10,8 +10,8 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,15 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from canvax.compile import cache
 from canvax.compile.abstract import abstract_of, on_each_device
 from canvax.compile.additions import DeepFeatures, Keeps
-from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
+from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile, plain_settings
 from canvax.compile.at_once import at_once
 from canvax.compile.features import Features
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, Site
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import PROMPT, columns_of, memory_of, off
-from canvax.kernels.target import compile_or_fall_back
+from canvax.kernels.target import code_of, compile_or_fall_back
 from canvax.models.beside import ADAPTERS
 from canvax.models.decode import decode_images, decode_packed
 from canvax.models.networks import Networks
@@ -251,7 +252,9 @@ class Programs:
             program = self._held(call.key)
             if program is None:
                 compile = partial(self._compile, call)
-                program = load_or_compile(call.program.name, compile, self._entry(call), announce or _silent)
+                program = load_or_compile(
+                    call.program.name, compile, self._entry(call, lower=True), announce or _silent
+                )
                 with self._lock:
                     self._compiled[call.key] = program
                     while len(self._compiled) > MOST_PROGRAMS:
@@ -288,23 +291,49 @@ class Programs:
         entries = [entry for program in wanted if (entry := self._entry(self._call(params, program)))]
         return entries[0].derived(name, entries[1:]) if len(entries) == len(wanted) else None
 
-    def _entry(self, call: _Call) -> CacheEntry | None:
-        if foreign(call.program.function):  # its names mean something else in other processes
-            return None
-        decisive = {"precision": self.precision, "stacked": self.stacked}
+    def _entry(self, call: _Call, *, lower: bool = False) -> CacheEntry | None:
+        """Return the place of a program in the cache; None if it is not stored.
+
+        The names of user code may mean something else in other processes, so that its lowered code is in the key. It is
+        only lowered with ``lower``.
+        """
+        function, decisive = call.program.function, {"precision": self.precision, "stacked": self.stacked}
+        if foreign(function):
+            if not lower or (code := self._lowered(call)) is None:
+                return None
+            function, decisive = partial(function.func), {**decisive, "code": code}
         description = call.program.description(call.arguments[0])
-        return find_entry(call.program.function, call.arguments, self.mesh, description, **decisive)
+        return find_entry(function, call.arguments, self.mesh, description, **decisive)
+
+    def _lowered(self, call: _Call) -> str | None:
+        """Return a digest of a program's lowered code, which JAX holds for compiling; None if that is not all of it."""
+        if cache.cache_path() is None:
+            return None
+        with plain_settings(), self._compiling(call) as (function, options):
+            try:
+                code = code_of(self.mesh, function, *call.arguments, **options)
+            except (AttributeError, RuntimeError) as error:  # compiling reports or mends it
+                cache.logger.debug("%s cannot be stored: %s", call.program.name, error)
+                return None
+        if code is None:
+            cache.logger.debug("%s cannot be stored: JAX passes its constants as arguments", call.program.name)
+        return code
 
     def _compile(self, call: _Call) -> tuple[Any, bool]:
         """Return the compiled program, and whether it may be stored for other processes."""
-        function, arguments, check = call.program.function, call.arguments, partial(self._check_memory, call)
-        precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        if self.stacked:
-            function = on_each_device(function, self.mesh, arguments)
-        with precision:
-            options: dict[str, Any] = {"split": not self.stacked, "out_shardings": over_batch(self.mesh)}
-            streams = any(map(on_host, jax.tree.leaves(arguments)))
+        arguments, check = call.arguments, partial(self._check_memory, call)
+        streams = any(map(on_host, jax.tree.leaves(arguments)))
+        with self._compiling(call) as (function, options):
             return compile_or_fall_back(self.mesh, function, *arguments, check=check, streams=streams, **options)
+
+    @contextmanager
+    def _compiling(self, call: _Call) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+        """Set the precision in the ``with`` block; yield the function to compile and further arguments."""
+        function = call.program.function
+        if self.stacked:
+            function = on_each_device(function, self.mesh, call.arguments)
+        with jax.default_matmul_precision(self.precision) if self.precision else nullcontext():
+            yield function, {"split": not self.stacked, "out_shardings": over_batch(self.mesh)}
 
 
 def _silent(build: Build) -> None:

@@ -71,18 +71,31 @@ def families() -> tuple[Family, ...]:
 
 @cache
 def _register_installed() -> None:
-    """Register the families of installed packages; a warning names a package whose family cannot be used."""
+    """Register the families of installed packages; a warning names a package whose family cannot be used.
+
+    A family of the same name that was registered before stays.
+    """
     for point in entry_points(group=GROUP):
         try:
-            register(point.load())
+            family = point.load()
+            if family.name not in _registered:
+                register(family)
         except Exception as error:  # of the package's code
             problem = f"{type(error).__name__}: {error}"
             warn(f"the family {point.name} ({point.value}) cannot be used: {problem:.300}", HintWarning)
 
 
-def component_names() -> tuple[str, ...]:
-    """Return the components that models of some family have, which are read where ``model_index.json`` names them."""
-    return tuple(dict.fromkeys(name for family in families() for name in family.classes))
+def known_components() -> dict[str, set[str]]:
+    """Return the components that are read where ``model_index.json`` names them, with classes of other libraries.
+
+    These are the classes of registered families, except those of canvax's families.
+    """
+    stock = {kind for family in FAMILIES for kinds in family.classes.values() for kind in kinds}
+    known: dict[str, set[str]] = {}
+    for family in families():
+        for name, kinds in family.classes.items():
+            known.setdefault(name, set()).update({*kinds} - stock)
+    return known
 
 
 def family_of(index: Mapping[str, Any]) -> Family:

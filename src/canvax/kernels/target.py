@@ -5,6 +5,7 @@ Kernels are chosen for the target, not for the host. A kernel that XLA cannot pa
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -148,6 +149,22 @@ def compile_or_fall_back(
         reason = str(error).splitlines()[0][:200]
         warn(f"cuDNN's attention cannot be used here, and what is used in its place is slower ({reason})")
     return compiled(fused=False), False
+
+
+def code_of(
+    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **options: Any
+) -> str | None:
+    """Return the SHA-256 of the lowered code of the program that ``compile_or_fall_back`` compiles.
+
+    None if JAX passes its constants as arguments, since the code does not include these.
+
+    Raises:
+        AttributeError: JAX does not say which constants are arguments.
+    """
+    with compiling_on(mesh, split=split):
+        lowered: Any = jax.jit(function, **options).trace(*arguments).lower()
+        code = f"{lowered.as_text()}{lowered.out_tree}"
+    return None if lowered._lowering.const_args else hashlib.sha256(code.encode()).hexdigest()
 
 
 def target_platform() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, conflict
+from canvax.errors import HintWarning, InputError, conflict, warn
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.params import Params
@@ -108,6 +108,11 @@ class Lora(LoraRecord):
                 cure = "give {names='peft'}"
                 raise InputError("names", f"is not there for {model.family.name} models", cure=cure, value=self.names)
         chosen = self._targets(model)
+        layers = chosen[model.networks.denoiser.component].values()
+        if self.layers == "transformer" and all("heads" in layer.axes for layer in layers):
+            problem = "trains attention alone, since the spec of the denoiser has no axis 'mlp'"
+            cure = "for all blocks give {layers='all'}"
+            warn(HintWarning("layers", problem, cure=cure, value=self.layers))
         if self.dora:
             low_rank.check_single("dora", chosen)
         if self.start is not None:

@@ -64,6 +64,11 @@ class Layer:
     rank: int = 0
 
     @property
+    def axes(self) -> set[str | None]:
+        """Names of the axes of the weights."""
+        return {axis.name if isinstance(axis, Axis) else axis for param in self.parts.values() for axis in param.axes}
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole in memory: kernel, inputs, outputs."""
         shapes = [param.shape for param in self.parts.values()]
@@ -124,9 +129,8 @@ def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Laye
     stacked = {part for layer in whole.values() for part in layer.parts}
     whole |= {module: Layer({module: param}) for module, param in declared.items() if module not in stacked}
     for name, layer in whole.items():
-        axes = {axis.name if isinstance(axis, Axis) else axis for param in layer.parts.values() for axis in param.axes}
-        attention = "heads" in axes
-        transformer = attention or "mlp" in axes or ".attentions." in name  # whose projections have no such axis
+        attention = "heads" in layer.axes
+        transformer = attention or "mlp" in layer.axes or ".attentions." in name  # whose projections have no such axis
         block = bool(_IN_BLOCK.search(name))
         if {"attention": attention, "transformer": transformer, "all": block}[layers]:
             yield name, layer

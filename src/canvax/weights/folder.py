@@ -135,8 +135,10 @@ def modular(index: Mapping[str, Any]) -> dict[str, Any]:
     return {part: entry for part, entry in result.items() if index.get(part) != [None, None]}
 
 
-def components_of(name: str, index: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
+def components_of(name: str, index: Mapping[str, Any], known: Mapping[str, Collection[str]]) -> dict[str, str]:
     """Return the components of the index that are ``known``, and their classes; those with weights come first.
+
+    The values of ``known`` are classes that may be of any library.
 
     Raises:
         CheckpointError: the index is malformed, or names code that comes with the checkpoint.
@@ -150,7 +152,7 @@ def components_of(name: str, index: Mapping[str, Any], known: Collection[str]) -
             raise CheckpointError(
                 f"{name}: {INDEX} describes {component!r} as {str(value)[:80]}, not as [library, class]."
             )
-        if value[0] not in _LIBRARIES:
+        if value[0] not in _LIBRARIES and value[1] not in known[component]:
             raise CheckpointError(
                 f"{name}: its {component} is {value[1]!r} from {value[0]!r}, code that comes with the checkpoint. "
                 "canvax never runs code from a repository; use a checkpoint with the stock classes."
@@ -165,11 +167,11 @@ def read_folder(
     index: Mapping[str, Any],
     revision: str | None,
     variant: str | None,
-    known: Collection[str],
+    known: Mapping[str, Collection[str]],
     *,
     weights: bool,
 ) -> ModelFiles:
-    """Read the model in a folder with its configs; ``known`` are the components that canvax reads.
+    """Read the model in a folder with its configs; ``known`` are the components that canvax reads (``components_of``).
 
     Raises:
         CheckpointError: folders, configs or, with ``weights``, weight files are missing; the error lists all.

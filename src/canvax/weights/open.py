@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError
-from canvax.families.known import component_names, families, family_of
+from canvax.families.known import families, family_of, known_components
 from canvax.files import read_json
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
@@ -112,7 +112,7 @@ def open_files(
             if (file := index_in(commit.names)) is None:
                 raise CheckpointError(f"{name}: {why_no_index(commit.names)}")
             path = commit.fetch([file])
-            known = component_names()
+            known = known_components()
             index = read_index(name, path, accept, commit.names, known)
             components = components_of(name, index, known)
             plans = plan_components(name, components, commit.names, location.variant) if wanted else {}
@@ -316,7 +316,7 @@ def _open_folder(
     name = location.text
     if index_in(names := names_in(path)) is None:
         raise CheckpointError(f"{name}: {why_no_index(names, path)}")
-    known = component_names()
+    known = known_components()
     index = read_index(name, path, accept, names, known)
     return read_folder(name, path, index, revision, location.variant, known, weights=weights)
 
