@@ -487,7 +487,7 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     missing += [f"options.{name}" for name in left_out]
     for name, key in keys_of("images").items():
         if name in recorded:
-            count = len(list_in(recorded, name))
+            count = sum(mark is not None for mark in list_in(recorded, name))
             missing.append(f"{count} {key.noun}s" if count > 1 else key.noun)
     missing += [*lost, *missing_embeddings(recorded), *unknown_settings(recorded)]
     return {"settings": settings, "missing": missing}
