@@ -110,7 +110,7 @@ def test_further_references_are_for_models_that_edit(worker: Worker, tmp_path: P
     both = {"image": str(tmp_path / "a.png"), "reference": str(tmp_path / "b.png")}
     rows = [{"id": "x", "prompt": "a cat", **both}, {"id": "y", "prompt": "a cat", "strength": 0.5, **both}]
     for line in job(write(tmp_path / "rows.jsonl", rows), tmp_path / "out", worker):
-        assert (line["status"], line["error"].split()[0]) == ("error", "reference")
+        assert (line["status"], line["error"].partition("=")[0]) == ("error", "reference")
 
 
 @pytest.fixture(scope="module")

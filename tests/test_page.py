@@ -1419,7 +1419,8 @@ def test_a_model_that_needs_an_image_asks_for_one(site: Site) -> None:
     site.card(tasks=CARD.tasks[1:])
     page = site.page
     assert "add one" in page.inner_text("#input-hint")
-    for data, announced in ((b"none", "cannot read"), (encoded(Image.new("RGB", (64, 64)), {}), "Added as input image")):
+    good = encoded(Image.new("RGB", (64, 64)), {})
+    for data, announced in ((b"none", "cannot read"), (good, "Added as input image")):
         file = {"name": "a.png", "mimeType": "image/png", "buffer": data}
         page.set_input_files("#input-file", file)
         page.wait_for_function("(text) => document.getElementById('live').textContent.includes(text)", arg=announced)

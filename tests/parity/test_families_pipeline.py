@@ -701,8 +701,9 @@ def test_programs_for_references_are_made_ahead(model: Model) -> None:
     assert programs["image encoder"] > 0
     assert model.draw(image=images, **SMALL).compilations == 0
     asked = JobRequest("a hen", width=WIDTH, height=HEIGHT, image=images[0], references=(images[1],))
-    made = sample("klein", ours.model, WIDTH, HEIGHT, references=2).group
-    assert made == check(asked, "klein", ours.model).group
+    made, checked = sample("klein", ours.model, WIDTH, HEIGHT, references=2).group, check(asked, "klein", ours.model)
+    assert made == checked.group
+    assert [hint.argument for hint in checked.hints] == ["image"]  # which is cut, unlike the other
     for pipe, wrong in ((ours, 11), (ours, [(8, 200)]), (ours, [(48,)]), (ours, -1), (canvax.load("emoji"), 1)):
         with pytest.raises(canvax.InputError) as caught:
             pipe.compile(HEIGHT, WIDTH, references=wrong)

@@ -485,7 +485,10 @@ class ServedModel:
             sampler=model.sampler_names(None)[1],
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
-            tasks=(*tasks[model.family.is_refiner or networks.inpaints or facts.only_edits :], *(["editing"] if facts.edits else [])),
+            tasks=(
+                *tasks[model.family.is_refiner or networks.inpaints or facts.only_edits :],
+                *(["editing"] if facts.edits else []),
+            ),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=self.sha256,

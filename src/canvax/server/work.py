@@ -606,15 +606,18 @@ def _proportioned(job_request: JobRequest, model: Model) -> tuple[JobRequest, tu
     if image is None or whole or job_request.lenient or (mask is not None and mask.size != image.size):
         return job_request, ()
     width, height = job_request.width or image.width, job_request.height or image.height
-    seen = {"image": image} | {f"references[{i}]": each for i, each in enumerate(job_request.references if read else ())}
-    parts, hints = {name: proportioned(each, width, height) for name, each in seen.items()}, []
-    for name, (wide, tall) in ((name, each.size) for name, each in seen.items()):
-        if min(parts[name].width / wide, parts[name].height / tall) <= 1 - _LITTLE:
-            problem = f"of {wide} x {tall} pixels is cut at its edges to the proportions of {width} x {height}"
+    named = [("image", image), *((f"references[{i}]", each) for i, each in enumerate(job_request.references))]
+    hints = []
+    for name, each in named:
+        part = proportioned(each, width, height)
+        if min(part.width / each.width, part.height / each.height) <= 1 - _LITTLE:
+            problem = (
+                f"of {each.width} x {each.height} pixels is cut at its edges to the proportions of {width} x {height}"
+            )
             hints.append(HintWarning(name, problem))
     if not read:
         cut_mask = None if mask is None else proportioned(mask, width, height)
-        job_request = replace(job_request, image=parts["image"], mask=cut_mask)
+        job_request = replace(job_request, image=proportioned(image, width, height), mask=cut_mask)
     return job_request, tuple(hints)
 
 
