@@ -1419,6 +1419,7 @@ def test_a_model_that_needs_an_image_asks_for_one(site: Site) -> None:
     site.card(tasks=CARD.tasks[1:])
     page = site.page
     assert "add one" in page.inner_text("#input-hint")
+    assert page.locator("#strength-field").is_hidden()
     good = encoded(Image.new("RGB", (64, 64)), {})
     for data, announced in ((b"none", "cannot read"), (good, "Added as input image")):
         file = {"name": "a.png", "mimeType": "image/png", "buffer": data}

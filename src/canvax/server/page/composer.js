@@ -486,7 +486,7 @@ export async function apply(given) {
 }
 
 function showStrength() {
-  $("strength-field").hidden = editing();
+  $("strength-field").hidden = !input || editing();
   $("strength-out").textContent = Number.parseFloat($("strength").value).toFixed(2);
   paintRange($("strength"));
 }
