@@ -1418,6 +1418,7 @@ def test_a_model_that_needs_an_image_asks_for_one(site: Site) -> None:
     """Its card is there from the start, and takes one image; a damaged one is not announced as added."""
     site.card(tasks=CARD.tasks[1:])
     page = site.page
+    assert page.locator("#input-add").is_visible()
     assert "add one" in page.inner_text("#input-hint")
     assert page.locator("#strength-field").is_hidden()
     good = encoded(Image.new("RGB", (64, 64)), {})
@@ -1443,6 +1444,7 @@ def test_sizes_above_the_limit_are_not_chosen(site: Site) -> None:
     sides = [[int(side) for side in text.split("x")] for text in listed if text != "other"]
     assert len(sides) > 3
     assert all(wide * tall <= 4 * 64 * 64 for wide, tall in sides)
+    assert [option.get_attribute("value") for option in page.locator("#hires option").all()] == ["1", "1.5", "2"]
     site.drop("body", Image.new("RGB", (1600, 1200)))
     page.wait_for_selector("#input", state="visible")
     assert page.input_value("#size") in listed[:-1]
