@@ -1448,6 +1448,8 @@ def test_sizes_above_the_limit_are_not_chosen(site: Site) -> None:
     site.drop("body", Image.new("RGB", (1600, 1200)))
     page.wait_for_selector("#input", state="visible")
     assert page.input_value("#size") in listed[:-1]
+    site.give({"prompt": "a fox", "width": 1024, "height": 1024})
+    page.wait_for_selector(".toast >> text=the size 1024 × 1024 (now 64 × 64)")
     sides = [size_of(site.engine.cards[0], Image.new("L", (side, side))) for side in (1024, 128)]
     assert sides == [(64, 64), (128, 128)]
 

@@ -460,7 +460,9 @@ def test_edits_over_http(model: Model) -> None:
             sent = [serving.b64(image) for image in images]
             body = {**usual, "width": WIDTH, "height": HEIGHT, "image": sent[0], "references": sent[1:]}
             assert_near(serving.by_job(client, body)[0] / 255, want, 45, of=f"the call with {len(images)} images")
-        assert engine.models()[0].references == 2
+        (card,) = engine.models()
+        assert card.references == 2
+        assert ("text-to-image" in card.tasks) is (model.name in ("flux2", "qwen", "flux3"))  # the others only edit
 
 
 # What Z-Image alone has.

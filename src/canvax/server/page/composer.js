@@ -280,10 +280,9 @@ export function paintRange(range) {
 }
 
 function setSize(width, height) {
-  const known = [...$("size").options].some(({ value }) => value === `${width}x${height}`);
-  const card = model();
-  if (!known && !card.any_size) [width, height] = nearest(width, height);
-  $("size").value = known || !card.any_size ? `${width}x${height}` : "other";
+  if (!canMake(width, height)) [width, height] = nearest(width, height);
+  const size = `${width}x${height}`;
+  $("size").value = [...$("size").options].some(({ value }) => value === size) ? size : "other";
   $("width").value = width;
   $("height").value = height;
   showSize();
