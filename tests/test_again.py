@@ -196,6 +196,17 @@ def test_what_is_lost_is_said(
     assert as_job(metadata)["missing"]
 
 
+def test_an_image_and_a_model_are_asked_for_at_once(files: Path) -> None:
+    save_image("it.png", PHOTO, {**BASE, "model": "./nowhere.safetensors", "image_sha256": MARK})
+    PHOTO.save("photo.png")
+    with pytest.raises(canvax.InputError) as refused:
+        gather(parse(["generate", "--from-image", "it.png"]))
+    assert refused.value.argument == "image"
+    assert "--model" in refused.value.cure
+    with pytest.raises(canvax.InputError, match="--model"):
+        gather(parse(["generate", "--from-image", "it.png", "--image", "photo.png"]))
+
+
 @pytest.mark.parametrize("name", keys_of("images"))
 def test_images_are_asked_for_and_compared(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metadata = BASE | CASES[name]
@@ -205,7 +216,9 @@ def test_images_are_asked_for_and_compared(name: str, files: Path, capsys: pytes
         gather(parse(["generate", "--from-image", "it.png"]))
     assert refused.value.argument in (KEYS[name].argument, "image")  # a mask needs an image first
     assert ("--reference" in refused.value.cure) == (name == "references_sha256")
-    assert KEYS[name].argument in as_job(metadata)["missing"]
+    marks = metadata[name]
+    several = isinstance(marks, list) and len(marks) > 1
+    assert (f"{len(marks)} {KEYS[name].noun}s" if several else KEYS[name].noun) in as_job(metadata)["missing"]
     PHOTO.rotate(180).convert("L").save("mask.png")
     words = shlex.split(put(again(metadata).command, "other.png"))[2:]
     gather(parse(["generate", "--from-image", "it.png", *words]))

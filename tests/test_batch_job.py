@@ -104,6 +104,15 @@ def test_the_seed_of_a_row_without_one() -> None:
     assert seed_of("7", 5) == int.from_bytes(hashlib.sha256(b"5 7").digest()[:6], "big")
 
 
+def test_further_references_are_for_models_that_edit(worker: Worker, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
+    both = {"image": str(tmp_path / "a.png"), "reference": str(tmp_path / "b.png")}
+    rows = [{"id": "x", "prompt": "a cat", **both}, {"id": "y", "prompt": "a cat", "strength": 0.5, **both}]
+    for line in job(write(tmp_path / "rows.jsonl", rows), tmp_path / "out", worker):
+        assert (line["status"], line["error"].partition("=")[0]) == ("error", "reference")
+
+
 @pytest.fixture(scope="module")
 def whole(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The images of ``some_rows``, from one run in the order of the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,9 +149,17 @@ def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.Pipeline, apple: I
 def test_an_inpainting_model_without_a_mask(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(emoji.model.networks), "inpaints", True)
     image = Image.new("RGB", (SIZE, SIZE))
-    for more, hinted in (({"image": image}, True), ({"image": image, "mask": half()}, False), ({}, False)):
+    for more, hinted in (({"image": image}, True), ({"image": image, "mask": half()}, False), ({}, True)):
         request = make_request(emoji.model, Call("a cat", options=canvax.Options(progress=False), **more))
-        assert ("image" in [hint.argument for hint in hints(emoji.model, request)]) == hinted
+        assert [hint.argument for hint in hints(emoji.model, request)].count("image") == hinted
+
+
+def test_an_edit_model_without_a_reference(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    denoiser = emoji.model.networks.denoiser
+    for alone in (True, False):
+        monkeypatch.setattr(type(denoiser), "facts", replace(denoiser.facts, only_edits=alone))
+        request = make_request(emoji.model, Call("a cat", options=canvax.Options(progress=False)))
+        assert [hint.argument for hint in hints(emoji.model, request)] == ["image"] * alone
 
 
 # Other canvases

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageDraw
 
@@ -28,6 +29,7 @@ from canvax.images.formats import save_keywords
 from canvax.images.metadata import read_metadata, save_numbered
 from canvax.samplers import CURVES, SAMPLERS
 from canvax.server import history
+from canvax.server.answers import size_of
 from canvax.server.app import Settings, create_app
 from canvax.server.jobs import (
     AdapterCard,
@@ -743,6 +745,16 @@ def test_a_mask_keeps_the_chosen_size(site: Site) -> None:
     site.draw("a red apple")
     body = site.bodies[-1]
     assert decoded(body["mask"]).size == decoded(body["image"]).size == (body["width"], body["height"]) == (96, 64)
+    shown = "() => { const {width, height} = document.getElementById('input-canvas'); return [width, height]; }"
+    assert site.page.evaluate(shown) == [96, 64]
+    assert site.page.inner_text("#input-hint") == "cut at its edges to fit the size"
+    site.page.select_option("#size", "64x64")
+    assert (site.page.evaluate(shown), site.page.inner_text("#input-hint")) == ([64, 64], "")
+    site.draw("a red apple")
+    boxes = [decoded(body["mask"]).convert("L").getbbox() for body in site.bodies]
+    wide, square = ([box[2] - box[0], box[3] - box[1]] for box in boxes)  # of a dab, in the middle of both
+    assert [sum(box[::2]) // 2 for box in boxes] == [48, 32]
+    np.testing.assert_allclose(square, np.divide(wide, 1.5), atol=1)  # it stays round, on the same part of the image
 
 
 @thorough
@@ -754,11 +766,13 @@ def test_an_input_image_is_extended(site: Site, width: int, size: str, kept: tup
     """All of it stays, in the middle; what is around it is generated."""
     photo = Image.new("RGB", (width, 64), "blue")
     photo.paste("red", (0, 0, width, 32))
+    photo.paste("green", (width - 16, 0, width, 64))
     site.drop("body", photo)
     site.page.wait_for_selector("#input", state="visible")
     site.page.select_option("#size", size)
     site.page.click("#input-extend")
     site.page.wait_for_selector("text=Change the mask")
+    assert site.count(".toast >> text=a quarter smaller") == (size == "64x64")
     assert site.page.locator("#input-extend").is_hidden()
     site.draw("a house")
     body = site.bodies[-1]
@@ -767,6 +781,9 @@ def test_an_input_image_is_extended(site: Site, width: int, size: str, kept: tup
     assert ImageChops.invert(mask).getbbox() == kept
     small = image.crop(kept)
     assert [small.getpixel((2, y)) for y in (0, small.height - 1)] == [(255, 0, 0), (0, 0, 255)]
+    (left, top, right, bottom), (wide, tall) = kept, image.size  # around it are the colours of its edge
+    around = np.pad(np.asarray(small), ((top, tall - bottom), (left, wide - right), (0, 0)), mode="edge")
+    np.testing.assert_allclose(np.asarray(image, int), around, atol=1)
     assert body["strength"] == 1
 
 
@@ -1360,8 +1377,17 @@ def test_reference_images(site: Site) -> None:
 
     red, green, blue = (255, 0, 0), (0, 128, 0), (0, 0, 255)
     for colour in ("red", "green", "blue", "red"):  # there is no room for the last one
-        site.drop("#input", Image.new("RGB", (64, 64), colour))
-    page.wait_for_selector("#references li >> nth=1")
+        site.drop("#input", Image.new("RGB", (96 if colour == "green" else 64, 64), colour))
+    page.wait_for_selector(".toast >> text=At most 3")
+    page.wait_for_timeout(100)
+    assert page.inner_text("#live").startswith("At most 3")
+    assert page.inner_text("#input-hint") == "read together with the prompt"
+    assert [li.inner_text().split() for li in page.locator("#references li").all()] == [["2", "cut"], ["3"]]
+    page.select_option("#size", "96x64")
+    assert page.inner_text("#input-hint").endswith("number 1 is cut at its edges to fit the size")
+    page.wait_for_selector("#references li:nth-child(2) >> text=cut")
+    assert page.locator("#references li").nth(0).inner_text().split() == ["2"]
+    page.select_option("#size", "64x64")
     site.draw("a red apple")
     assert colours() == [red, green, blue]
     assert "strength" not in site.bodies[-1]
@@ -1387,6 +1413,47 @@ def test_reference_images(site: Site) -> None:
     site.draw("a red apple")
     assert colours() == [red]
     assert "mask" in site.bodies[-1]
+
+
+@thorough
+def test_a_model_that_needs_an_image_asks_for_one(site: Site) -> None:
+    """Its card is there from the start, and takes one image; a damaged one is not announced as added."""
+    site.card(tasks=CARD.tasks[1:])
+    page = site.page
+    assert page.locator("#input-add").is_visible()
+    assert "add one" in page.inner_text("#input-hint")
+    assert page.locator("#strength-field").is_hidden()
+    good = encoded(Image.new("RGB", (64, 64)), {})
+    for data, announced in ((b"none", "cannot read"), (good, "Added as input image")):
+        file = {"name": "a.png", "mimeType": "image/png", "buffer": data}
+        page.set_input_files("#input-file", file)
+        page.wait_for_function("(text) => document.getElementById('live').textContent.includes(text)", arg=announced)
+        page.wait_for_timeout(100)
+        assert announced in page.inner_text("#live")
+    assert page.locator("#input-add").is_hidden()
+    assert not page.inner_text("#input-hint")
+    site.draw("a red apple")
+    assert "image" in site.bodies[0]
+
+
+@thorough
+def test_sizes_above_the_limit_are_not_chosen(site: Site) -> None:
+    """A server compiles sizes of up to four times the pixels of its largest one; the model's may be larger."""
+    site.card(any_size=True, native=(1024, 1024), sizes=((64, 64),))
+    page = site.page
+    assert page.input_value("#size") == "64x64"
+    listed = [option.get_attribute("value") for option in page.locator("#size option").all()]
+    sides = [[int(side) for side in text.split("x")] for text in listed if text != "other"]
+    assert len(sides) > 3
+    assert all(wide * tall <= 4 * 64 * 64 for wide, tall in sides)
+    assert [option.get_attribute("value") for option in page.locator("#hires option").all()] == ["1", "1.5", "2"]
+    site.drop("body", Image.new("RGB", (1600, 1200)))
+    page.wait_for_selector("#input", state="visible")
+    assert page.input_value("#size") in listed[:-1]
+    site.give({"prompt": "a fox", "width": 1024, "height": 1024})
+    page.wait_for_selector(".toast >> text=the size 1024 × 1024 (now 64 × 64)")
+    sides = [size_of(site.engine.cards[0], Image.new("L", (side, side))) for side in (1024, 128)]
+    assert sides == [(64, 64), (128, 128)]
 
 
 @thorough

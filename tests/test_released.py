@@ -153,7 +153,7 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
         found = model.defaults.num_inference_steps, model.defaults.guidance_scale, rows, model.networks.embeds_guidance
         dev, edits = (28, 3.5, (512,), True), (28, 2.5, (512,), True)
         assert found in ((4, 1.0, (256,), False), dev, edits, (35, 5.0, (512,), False))
-        assert model.networks.denoiser.facts.edits is ("Kontext" in name)
+        assert model.networks.denoiser.facts.only_edits is ("Kontext" in name)
         assert (found[0] == 35) is (wanted == "chroma")
     if checker := parts.get("safety_checker"):
         assert vision_config(CONFIGS[checker]).hidden_size == 1024

@@ -461,7 +461,9 @@ def test_edits_over_http(model: Model) -> None:
             sent = [serving.b64(image) for image in images]
             body = {**usual, "width": WIDTH, "height": HEIGHT, "image": sent[0], "references": sent[1:]}
             assert_near(serving.by_job(client, body)[0] / 255, want, 45, of=f"the call with {len(images)} images")
-        assert engine.models()[0].references == 2
+        (card,) = engine.models()
+        assert card.references == 2
+        assert ("text-to-image" in card.tasks) is (model.name in ("flux2", "qwen", "flux3"))  # the others only edit
 
 
 # What Z-Image alone has.
@@ -714,8 +716,9 @@ def test_programs_for_references_are_made_ahead(model: Model) -> None:
     assert programs["image encoder"] > 0
     assert model.draw(image=images, **SMALL).compilations == 0
     asked = JobRequest("a hen", width=WIDTH, height=HEIGHT, image=images[0], references=(images[1],))
-    made = sample("klein", ours.model, WIDTH, HEIGHT, references=2).group
-    assert made == check(asked, "klein", ours.model).group
+    made, checked = sample("klein", ours.model, WIDTH, HEIGHT, references=2).group, check(asked, "klein", ours.model)
+    assert made == checked.group
+    assert [hint.argument for hint in checked.hints] == ["image"]  # which is cut, unlike the other
     for pipe, wrong in ((ours, 11), (ours, [(8, 200)]), (ours, [(48,)]), (ours, -1), (canvax.load("emoji"), 1)):
         with pytest.raises(canvax.InputError) as caught:
             pipe.compile(HEIGHT, WIDTH, references=wrong)

@@ -50,7 +50,7 @@ from canvax.scale.named_images import (
     structure,
 )
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
-from canvax.scale.work import call_of, grouped
+from canvax.scale.work import call_of, check_references_of, grouped
 from canvax.settings import aliases, declared, offered
 from canvax.weights.data_folder import embedding_files, stem_of, usual_syntax
 
@@ -126,10 +126,8 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                 if is_alone(call, call.options):  # the model decides its size: see ``sized``
                     read_images("image", call.image, images_of(call))
                     source = None
-                elif isinstance(call.image, tuple):
-                    problem = "cannot be combined with a mask or a strength, which take a single image"
-                    raise InputError("reference", problem, cure="leave it out", value=call.image[1])
                 else:
+                    check_references_of(call)
                     source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
                 fits = source is None or source.boxes or all(side % FITS_ALL == 0 for side in source.size)
                 sizes[images] = source.size if source and fits and not source.boxes else (height, width)
@@ -171,9 +169,7 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
                 height, width = check_references(call.image, model.networks).sizes[0]
                 known[key] = call.height or height, call.width or width
             elif key not in known:
-                if isinstance(call.image, tuple):
-                    problem = f"is for models that edit, and {model.name} is none"
-                    raise InputError("reference", problem, cure="leave it out", value=call.image[1])
+                check_references_of(call, model)
                 step, native = model.networks.size_step, model.native_size
                 source = check_init_images(*key[:3], asked, 1, step, call.options, native=native)
                 assert source is not None
@@ -292,8 +288,13 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
         complain(f"{where}: was generated with --lora {' --lora '.join(loras)}, which is loaded")
     if unknown := [text for text in left_out(metadata) if text not in here]:
         complain(f"{where}: settings that cannot be read are left out: {', '.join(unknown)}", label="warning: ")
-    for hint in compared(metadata, _marks(metadata, arguments), where):
-        complain(hint.format(arguments.write), label="warning: ")
+    lost = lost_model(metadata) if is_lost(metadata) and not arguments.model else ""
+    try:
+        for hint in compared(metadata, _marks(metadata, arguments), where):
+            complain(hint.format(arguments.write), label="warning: ")
+    except InputError as error:
+        cure = f"{error.cure}, and your copy of the model with --model: the image {lost}"
+        raise InputError(error.argument, error.problem, cure=cure) if lost and error.argument else error from None
     words = {word for word in map(str, metadata.get("embeddings") or ()) if word.lower() not in embedding_files()}
     used = {*map(str, metadata.get("adapters") or ()), *words} - here.keys()
     if used and not (named or arguments.embedding):
@@ -305,8 +306,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     model = arguments.model or past["model"]
     for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata)), *other_file(metadata, model)]:
         complain(f"{where}: {clause}", label="warning: ")
-    if is_lost(metadata) and not arguments.model:
-        raise InputError(f"{where}: {lost_model(metadata)}; name your copy of it with --model")
+    if lost:
+        raise InputError(f"{where}: {lost}; name your copy of it with --model")
     if arguments.model and arguments.model != past["model"]:
         past["revision"] = past["variant"] = None
     parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}

@@ -116,6 +116,7 @@ class Facts:
         folded_mask: that mask has all pixels of a latent as channels, after the masked image; otherwise one pixel,
             before it.
         edits: it reads ``REFERENCES``.
+        only_edits: it was not trained without them.
         reference_sizes: heights and widths of references, each of which gets the one nearest to its proportions; () if
             references keep their size.
         whole_reference: maximum pixels of a single reference image that is padded by reflection instead of cropped; 0
@@ -135,6 +136,7 @@ class Facts:
     inpaints: bool = False
     folded_mask: bool = False
     edits: bool = False
+    only_edits: bool = False
     reference_sizes: tuple[tuple[int, int], ...] = ()
     whole_reference: int = 0
     reference_pixels: int = 0

@@ -384,6 +384,7 @@ class FluxDenoiser(TransformerDenoiser, Extensible):
             inpaints=self.cfg.masked > 0,
             folded_mask=self.cfg.masked > 0,
             edits=self.edits,
+            only_edits=self.edits,
             reference_sizes=REFERENCE_SIZES if self.edits else (),
             offers=() if isinstance(self.cfg, ChromaConfig) else ("residuals",),
         )

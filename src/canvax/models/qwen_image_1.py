@@ -220,9 +220,14 @@ class QwenImage1Denoiser(TransformerDenoiser):
 
     @property
     def facts(self) -> Facts:
-        packing, pixels = Packing(PATCH, channels_first=True), REFERENCE_PIXELS if self.edits else 0
-        most = self.most_references
-        return Facts((128, 128), packing, edits=self.edits, reference_pixels=pixels, most_references=most)
+        return Facts(
+            (128, 128),
+            Packing(PATCH, channels_first=True),
+            edits=self.edits,
+            only_edits=self.edits,
+            reference_pixels=REFERENCE_PIXELS if self.edits else 0,
+            most_references=self.most_references,
+        )
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> QwenImage1Context:
         rest = {"text": conditions["text"][:, self.dropped :], "length": conditions["length"] - self.dropped}

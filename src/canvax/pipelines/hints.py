@@ -174,6 +174,10 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     if begins and model.networks.controls and request.control is None:
         problem = f"is what the run begins from, at a strength of {STRENGTH:g}; no control network reads it"
         yield HintWarning("image", problem, cure="what such a network reads is {control=image}")
+    facts, shown = model.networks.denoiser.facts, bool(init and init.fingerprints) or request.references is not None
+    if not shown and (facts.only_edits or model.networks.inpaints):
+        task, more = ("edit images", "") if facts.only_edits else ("fill masks in images", " and {mask}")
+        yield HintWarning("image", f"is missing: {model.name} was trained to {task}", cure=f"give {{image}}{more}")
     if init is not None and init.fingerprints and not init.masks and model.networks.inpaints:
         problem = f"has no mask: {model.name} was trained to fill masks, and changes the whole image"
         yield HintWarning("image", problem, cure="give {mask}, white where the image is to change")

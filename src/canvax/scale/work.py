@@ -26,7 +26,7 @@ from canvax.parallel.mesh import padded_batch
 from canvax.pipelines.generate import metadata, second_pass, text_to_image, two_passes, work
 from canvax.pipelines.options import Options
 from canvax.pipelines.prepare import noise_of, samples
-from canvax.pipelines.request import Call, Request, make_request
+from canvax.pipelines.request import Call, Request, is_alone, make_request
 from canvax.pipelines.texts import has_tags
 from canvax.samplers import SamplerTable
 from canvax.scale.named_images import control_argument, image_prompt_argument, named_control, named_prompts
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from PIL.Image import Image
 
+    from canvax.families.base import Model
     from canvax.pipelines.pipeline import Pipeline
 
 PIXELS = 512 * 512
@@ -91,6 +92,22 @@ def _with_references(image: str | None, references: Any) -> tuple[str, ...]:
     if image is None:
         raise InputError("reference", "is a further image", cure="name the first one with {image}", value=files[0])
     return image, *files
+
+
+def check_references_of(call: Call, model: Model | None = None) -> None:
+    """Refuse further images in a call for one image if nothing reads them; ``model``: None before it is loaded.
+
+    Raises:
+        InputError: about the first of them.
+    """
+    if isinstance(call.image, tuple):
+        problem = ""
+        if not is_alone(call, call.options):
+            problem = "cannot be combined with a mask or a strength, which take a single image"
+        elif model is not None and not model.networks.denoiser.facts.edits:
+            problem = f"is for models that edit, and {model.name} is none"
+        if problem:
+            raise InputError("reference", problem, cure="leave it out", value=call.image[1])
 
 
 def joined(calls: Sequence[Call], **options: Any) -> Call:
@@ -309,6 +326,7 @@ class Worker:
         if has_tags(call.prompt):
             why = "names an adapter, but a batch has the same adapters for all rows"
             raise InputError("prompt", why, cure="write --lora FILE:0.8 instead", value=call.prompt)
+        check_references_of(call, self._pipe.model)
         request, options = make_request(self._pipe.model, joined([call])), call.options
         table, deep, kinds = self._work(request)
         noise = noise_of(self._pipe.model, request) if options.variation_strength or options.seed_size else None

@@ -290,8 +290,7 @@ def nearest_size(card: ModelCard, size: tuple[int, int]) -> tuple[int, int]:
 
 def size_of(card: ModelCard, image: Image.Image) -> tuple[int, int]:
     """Return the size (width, height) of an image if the model can make it, else the nearest that is ready."""
-    whole = card.any_size and all(side % card.size_step == 0 for side in image.size)
-    return image.size if whole or image.size in card.sizes else nearest_size(card, image.size)
+    return image.size if card.can_make(image.size) else nearest_size(card, image.size)
 
 
 async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:

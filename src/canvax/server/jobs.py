@@ -23,6 +23,9 @@ Format = Literal["png", "jpeg", "webp"]
 LOOKS = 15.0
 """Seconds after asking how a job looks, within which somebody asks again. Previews are made as long."""
 
+LARGEST = 4
+"""Times the pixels of the largest size of the start, that are compiled on demand."""
+
 LONGEST_MESSAGE = 600
 """Characters of a refusal: it may repeat what was sent."""
 
@@ -475,7 +478,13 @@ class ModelCard:
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of an image whose request names none."""
-        return self.native if self.any_size or self.native in self.sizes else self.sizes[0]
+        return self.native if self.can_make(self.native) else self.sizes[0]
+
+    def can_make(self, size: tuple[int, int]) -> bool:
+        """Return whether images of a width and height are ready, or compiled on demand."""
+        most = LARGEST * max(width * height for width, height in self.sizes or (self.native,))
+        fits = size[0] * size[1] <= most and all(side % self.size_step == 0 for side in size)
+        return size in self.sizes or (self.any_size and fits)
 
 
 @dataclass(frozen=True)

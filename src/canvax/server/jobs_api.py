@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 
 from canvax.call import OptionRecord
 from canvax.errors import InputError, nearest
-from canvax.images.keys import keys_of
+from canvax.images.keys import keys_of, list_in
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in, prompt_in
@@ -485,7 +485,10 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
     missing = [name for name in fields if name not in settings and fields[name] != {}]
     missing += [f"options.{name}" for name in left_out]
-    missing += [key.argument for name, key in keys_of("images").items() if name in recorded]
+    for name, key in keys_of("images").items():
+        if name in recorded:
+            count = sum(mark is not None for mark in list_in(recorded, name))
+            missing.append(f"{count} {key.noun}s" if count > 1 else key.noun)
     missing += [*lost, *missing_embeddings(recorded), *unknown_settings(recorded)]
     return {"settings": settings, "missing": missing}
 

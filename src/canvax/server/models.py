@@ -45,7 +45,7 @@ from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.hashes import compute_hash, known_hash
-from canvax.server.jobs import JobRequest, ModelCard, Rejected, invalid
+from canvax.server.jobs import LARGEST, JobRequest, ModelCard, Rejected, invalid
 from canvax.server.part_cache import CONTROLNET, VAE, Variant, control_cache, vae_cache, with_vae
 from canvax.server.policy import PATIENCE, Groups
 from canvax.server.work import (
@@ -485,7 +485,10 @@ class ServedModel:
             sampler=model.sampler_names(None)[1],
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
-            tasks=(*tasks[model.family.is_refiner :], *(["editing"] if facts.edits else [])),
+            tasks=(
+                *tasks[model.family.is_refiner or networks.inpaints or facts.only_edits :],
+                *(["editing"] if facts.edits else []),
+            ),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=self.sha256,
@@ -650,9 +653,6 @@ UNKNOWN_SECONDS = 60.0
 
 MOST_GROUPS = 32
 """Groups that each model keeps, in addition to those of the start. Further groups that no image needs are forgotten."""
-
-LARGEST = 4
-"""Times the pixels of the largest size in ``warm``, that are compiled on demand."""
 
 RETRY = 5.0, 300.0
 """Seconds after which a model that could not be loaded is tried again: at first, doubled each time, and at most."""

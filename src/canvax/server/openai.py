@@ -247,8 +247,7 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
     if (body.width or size[0], body.height or size[1]) != size:
         message = f"size={body.size!r} and width={body.width}, height={body.height} differ; send one or the other"
         raise Rejected(400, "invalid_value", message, param="size")
-    known = card.any_size or size in card.sizes or size not in _OPENAI_SIZES
-    return size if known else nearest_size(card, size)
+    return size if card.can_make(size) or size not in _OPENAI_SIZES else nearest_size(card, size)
 
 
 def _objects_of(fields: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -597,19 +597,28 @@ def _request(job_request: JobRequest, model: Model, seed: int) -> Request:
 def _proportioned(job_request: JobRequest, model: Model) -> tuple[JobRequest, tuple[HintWarning, ...]]:
     """Cut the image that a run begins from, and its mask, to the proportions of the size. Return a hint if it was cut.
 
-    References are cut in ``_references``; of an image with ``padding_mask_crop`` only the masked part is resized.
+    References are cut in ``_references``, with hints from here; of an image with ``padding_mask_crop`` only the masked
+    part is resized.
     """
     image, mask, options = job_request.image, job_request.mask, job_request.options
     read = model.networks.denoiser.facts.edits and mask is None and job_request.strength is None
     whole = options.get("outpaint") or options.get("padding_mask_crop") is not None
-    if image is None or read or whole or job_request.lenient or (mask is not None and mask.size != image.size):
+    if image is None or whole or job_request.lenient or (mask is not None and mask.size != image.size):
         return job_request, ()
     width, height = job_request.width or image.width, job_request.height or image.height
-    cut_image = proportioned(image, width, height)
-    cut_mask = None if mask is None else proportioned(mask, width, height)
-    problem = f"of {image.width} x {image.height} pixels is cut at its edges to the proportions of {width} x {height}"
-    little = min(cut / side for cut, side in zip(cut_image.size, image.size, strict=True)) > 1 - _LITTLE
-    return replace(job_request, image=cut_image, mask=cut_mask), () if little else (HintWarning("image", problem),)
+    named = [("image", image), *((f"references[{i}]", each) for i, each in enumerate(job_request.references))]
+    hints = []
+    for name, each in named:
+        part = proportioned(each, width, height)
+        if min(part.width / each.width, part.height / each.height) <= 1 - _LITTLE:
+            problem = (
+                f"of {each.width} x {each.height} pixels is cut at its edges to the proportions of {width} x {height}"
+            )
+            hints.append(HintWarning(name, problem))
+    if not read:
+        cut_mask = None if mask is None else proportioned(mask, width, height)
+        job_request = replace(job_request, image=proportioned(image, width, height), mask=cut_mask)
+    return job_request, tuple(hints)
 
 
 def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int | None, int | None]]:

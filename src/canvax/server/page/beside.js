@@ -1,6 +1,6 @@
 // Beside the prompt: adapters, a control image, an image prompt.
 import { controlImage, getJson } from "./api.js";
-import { paintRange } from "./composer.js";
+import { paintRange, sizeNow } from "./composer.js";
 import { fitted, paint, within } from "./pictures.js";
 import { $, button, choice, el, toast } from "./ui.js";
 import { offerWords } from "./words.js";
@@ -131,7 +131,7 @@ export async function showPrepared() {
   $("control-prepared").hidden = !(control.image && kind);
   if ($("control-prepared").hidden) return;
   let text = "What the network sees";
-  const made = await fitted(control.image, Number($("width").value), Number($("height").value))
+  const made = await fitted(control.image, ...sizeNow())
     .then((blob) => controlImage(kind, blob)).then((blob) => within(blob, SHOWN_SIDE)).then(createImageBitmap).catch((error) => { text = error.message; });
   if (turn !== prepared) return;
   paint($("control-prepared-canvas"), made);
@@ -260,6 +260,9 @@ export function prepareBeside() {
     if (name) ($(`adapter-${name}`) ?? addAdapter(name)).focus();
     changed();
   });
+  const head = $("control-head").cloneNode(true);
+  for (const node of [head, ...head.querySelectorAll("[id]")]) node.id = node.id.replace("control", "image-prompt");
+  $("image-prompt").querySelector("summary").after(head);
   for (const one of images) one.prepare();
   $("control-from").addEventListener("change", showPrepared);
 }

@@ -1,14 +1,14 @@
 // The form: what to draw and how; the input image and its mask.
 import { getJson } from "./api.js";
 import { besideBody, besideFiles, besideImages, besideSettings, optionsOf, prepareBeside, restoreBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
-import { canvasOf, crisp, fitted, paint, paintedFrom, tinted, toBlob, toDataUrl } from "./pictures.js";
+import { canvasOf, centred, crisp, fitted, paint, paintedFrom, scaleTo, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
 import { inputs } from "./store.js";
-import { $, announce, button, choice, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
+import { $, announce, button, choice, el, link, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 import { prepareWords, saidOfWord, showWords } from "./words.js";
 
 let catalogue = { models: [], samplers: [], curves: [] };
-/** {blob, mask: canvas of the input's size or null, original} or null. */
+/** {original, bitmap of it, mask: canvas or null} or null. The mask lies over the image as it fills the mask's size. */
 let input = null;
 /** Reference images after the input image, of a model that edits. */
 let references = [];
@@ -35,8 +35,9 @@ export const curves = () => catalogue.curves;
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 export const currentInput = () => input;
-/** The input image at the form's size. */
-export const fittedInput = () => fitted(input.original, Number($("width").value), Number($("height").value));
+export const sizeNow = () => ["width", "height"].map((id) => Number($(id).value));
+/** The input image, and its mask or null, at the form's size. */
+export const fittedInput = async () => [await fitted(input.original, ...sizeNow()), input.mask && maskAt(input, ...sizeNow())];
 /** Whether the model reads the input image, and others, and begins from noise. */
 export const editing = () => Boolean(model()?.references && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
@@ -79,10 +80,10 @@ function keepInputs() {
   const now = [input?.original ?? null, input?.mask ?? null, control, image_prompt, ...references];
   if (now.length === keptInputs.length && now.every((one, i) => one === keptInputs[i])) return;
   keptInputs = now;
-  const [{ original: image, mask } = {}, more, soft] = [input ?? undefined, references, $("mask-soft").checked];
+  const [kept, more, soft] = [input, references, $("mask-soft").checked];
   keeping = keeping.then(async () => {
-    const painted = mask && await maskBlob(mask, mask.width, mask.height);
-    await inputs.put({ id: "form", image, mask: painted, soft, references: more, control, image_prompt });
+    const mask = kept?.mask && await maskBlob(kept, kept.mask.width, kept.mask.height);
+    await inputs.put({ id: "form", image: kept?.original, mask, soft, references: more, control, image_prompt });
   }).catch(() => toast("This browser cannot keep the input image: it is gone after a reload."));
 }
 
@@ -116,11 +117,11 @@ function chooseModel(id) {
  */
 export function notTaken({ model: name, width, height, options = {}, vae }) {
   const left = [];
-  const [w, h, other, times] = [...["width", "height"].map((id) => Number($(id).value)), $("vae").value, Number($("hires").value)];
+  const [w, h, other, times] = [...sizeNow(), $("vae").value, Number($("hires").value)];
   const pass = Object.fromEntries(Object.entries(options).filter(([option]) => option.startsWith("hires")));
   // What did not fit the model before is tried once more, unless it was changed since.
   const use = (id) => () => {
-    const again = { ...(Number($("width").value) === w && Number($("height").value) === h && { width, height }), ...($("vae").value === other && { vae }) };
+    const again = { ...(sizeNow().join() === [w, h].join() && { width, height }), ...($("vae").value === other && { vae }) };
     const second = pass.hires > 1 && times !== pass.hires && Number($("hires").value) === times;
     const changed = chooseModel(id);
     apply({ ...again, ...(second && { options: { ...optionsNow(), ...pass } }) });
@@ -148,7 +149,7 @@ function showModel() {
   const card = model();
   if (!card) return "";
   const kept = {
-    size: [Number($("width").value), Number($("height").value)], sampler: $("sampler").value || shown?.sampler || "",
+    size: sizeNow(), sampler: $("sampler").value || shown?.sampler || "",
     style: $("style").value, vae: $("vae").value,
   };
   shown = card;
@@ -182,7 +183,7 @@ function showModel() {
 function keepChosen(card, { size, sampler, style, vae }) {
   const changed = [];
   if (chosen.has("size")) {
-    const possible = canMake(...size) ? size : card.any_size ? size.map((side) => toStep(side, card.size_step)) : nearest(...size);
+    const possible = [size, size.map((side) => toStep(side, card.size_step))].find((one) => canMake(...one)) ?? nearest(...size);
     setSize(...possible);
     if (possible.join() !== size.join()) changed.push(`the size ${size.join(" × ")} (now ${possible.join(" × ")})`);
   }
@@ -227,20 +228,20 @@ const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
 
 const toStep = (value, step) => Math.max(step, Math.round(value / step) * step);
 
-/** The sizes that are ready, and the usual shapes of a model that makes any size. */
+/** The sizes that are ready, and the usual shapes that a server compiles. */
 function sizesOf(card) {
-  const [area, step] = [card.native[0] * card.native[1], card.size_step];
+  const [area, step] = [card.size[0] * card.size[1], card.size_step];
   const round = (value) => toStep(value, step);
-  const usual = card.any_size ? SHAPES.map(([w, h]) => [round(Math.sqrt((area * w) / h)), round(Math.sqrt((area * h) / w))]) : [];
+  const usual = SHAPES.map(([w, h]) => [round(Math.sqrt((area * w) / h)), round(Math.sqrt((area * h) / w))]).filter((size) => canMake(...size, card));
   return [...new Map([...card.sizes, ...usual].map((size) => [size.join(), size])).values()];
 }
 
 export const sizes = () => sizesOf(model());
+/** Times the pixels of the largest ready size, for which a server compiles. */
+const LARGEST = 4;
 /** Whether the model makes images of this size. */
-export const canMake = (width, height) => {
-  const { any_size: any, size_step: step, sizes: ready } = model();
-  return ready.some(([w, h]) => w === width && h === height) || (any && [width, height].every((side) => side > 0 && side % step === 0));
-};
+export const canMake = (width, height, { any_size: any, size_step: step, sizes: ready } = model()) => ready.some(([w, h]) => w === width && h === height)
+  || (any && [width, height].every((side) => side > 0 && side % step === 0) && width * height <= LARGEST * Math.max(...ready.map(([w, h]) => w * h)));
 
 /** The usual name of a shape, where it has one. */
 function shapeOf(width, height) {
@@ -279,10 +280,9 @@ export function paintRange(range) {
 }
 
 function setSize(width, height) {
-  const known = [...$("size").options].some(({ value }) => value === `${width}x${height}`);
-  const card = model();
-  if (!known && !card.any_size) [width, height] = nearest(width, height);
-  $("size").value = known || !card.any_size ? `${width}x${height}` : "other";
+  if (!canMake(width, height)) [width, height] = nearest(width, height);
+  const size = `${width}x${height}`;
+  $("size").value = [...$("size").options].some(({ value }) => value === size) ? size : "other";
   $("width").value = width;
   $("height").value = height;
   showSize();
@@ -292,7 +292,7 @@ function showSize() {
   const other = $("size").value === "other";
   $("width-field").hidden = $("height-field").hidden = !other;
   if (!other) [$("width").value, $("height").value] = $("size").value.split("x");
-  showHires();
+  showInput();
   showPrepared();
 }
 
@@ -302,18 +302,15 @@ const SOFT = 40;
 const HIRES = [1.5, 2, 3, 4];
 /** Of a second pass, by default: latents that are made larger stay blurred below 0.55 or so. */
 const hiresStrength = (method = $("hires-method").value) => (method === "latent" ? 0.7 : model()?.hires_strength);
-/** Times the pixels of the largest ready size, for which a server compiles. */
-const LARGEST = 4;
 
 /** The size of a second pass, as the server rounds it; null if it cannot be made. */
 function larger(times) {
-  const { any_size: any, size_step: step, sizes } = model();
-  const [width, height] = ["width", "height"].map((id) => {
-    const parts = (Number($(id).value) * times) / Math.max(8, step);
-    return Math.max(8, step) * (parts % 1 === 0.5 ? 2 * Math.round(parts / 2) : Math.round(parts));
+  const step = Math.max(8, model().size_step);
+  const size = sizeNow().map((side) => {
+    const parts = (side * times) / step;
+    return step * (parts % 1 === 0.5 ? 2 * Math.round(parts / 2) : Math.round(parts));
   });
-  const ready = sizes.some(([w, h]) => w === width && h === height);
-  return ready || (any && width * height <= LARGEST * Math.max(...sizes.map(([w, h]) => w * h))) ? [width, height] : null;
+  return canMake(...size) ? size : null;
 }
 
 /** Which second passes there are; `times`: the one to choose. */
@@ -406,7 +403,7 @@ export const maskless = (options) => Object.fromEntries(Object.entries(options).
 
 const usable = () => (input?.mask ? { ...others } : maskless(others));
 
-const softEdge = () => (input?.mask && $("mask-soft").checked ? { mask_blur: Math.max(1, Math.round(Math.min($("width").value, $("height").value) / SOFT)) } : {});
+const softEdge = () => (input?.mask && $("mask-soft").checked ? { mask_blur: Math.max(1, Math.round(Math.min(...sizeNow()) / SOFT)) } : {});
 
 function optionsNow() {
   const options = usable();
@@ -488,7 +485,7 @@ export async function apply(given) {
 }
 
 function showStrength() {
-  $("strength-field").hidden = editing();
+  $("strength-field").hidden = !input || editing();
   $("strength-out").textContent = Number.parseFloat($("strength").value).toFixed(2);
   paintRange($("strength"));
 }
@@ -541,13 +538,13 @@ export const keepDraft = () => {
 
 /** A function that puts back what using an image as input changes. */
 export function snapshot() {
-  const [before, more, options, { width, height }, sized] = [input, references, others, settings(), chosen.has("size")];
+  const [before, more, options, size, sized] = [input, references, others, sizeNow(), chosen.has("size")];
   const fields = Object.fromEntries(["prompt", "negative", "strength"].map((id) => [id, $(id).value]));
   return async () => {
     [input, references, others] = [before, more, options];
-    choose("size", () => setSize(width, height), sized);
+    choose("size", () => setSize(...size), sized);
     for (const [id, value] of Object.entries(fields)) $(id).value = value;
-    await showInput();
+    showInput();
     growAll();
     keepDraft();
   };
@@ -584,26 +581,32 @@ async function addReferences(blobs) {
       all = false;
     }
   }
-  await showInput();
+  showInput();
   keepDraft();
-  announce(plural(1 + references.length, "reference image"));
+  if (all) announce(editing() ? plural(1 + references.length, "reference image") : "Added as input image");
   return all;
 }
 
 /** Put the whole input image, smaller where it would fill the size, into a mask. */
 async function extend() {
-  const [width, height] = ["width", "height"].map((id) => Number($(id).value));
-  const bitmap = await createImageBitmap(input.original);
+  const [[width, height], { bitmap }] = [sizeNow(), input];
   const [x, y] = [width / bitmap.width, height / bitmap.height];
-  const scale = Math.min(x, y) * (Math.abs(x / y - 1) < 0.2 ? 0.75 : 1);
+  const full = Math.abs(x / y - 1) < 0.2;
+  const scale = Math.min(x, y) * (full ? 0.75 : 1);
   const [w, h] = [bitmap.width, bitmap.height].map((side) => Math.round(side * scale));
-  const at = [(width - w) >> 1, (height - h) >> 1, w, h];
+  const [left, top] = [(width - w) >> 1, (height - h) >> 1];
   const [image, mask] = [0, 1].map(() => canvasOf(width, height).getContext("2d"));
-  image.drawImage(bitmap, 0, 0, width, height);
-  image.drawImage(bitmap, ...at);
+  image.imageSmoothingQuality = "high";
+  image.drawImage(bitmap, left, top, w, h);
+  const spread = (...edge) => image.drawImage(image.canvas, ...edge);
+  spread(left, top, 1, h, 0, top, left, h);
+  spread(left + w - 1, top, 1, h, left + w, top, width, h);
+  spread(0, top, width, 1, 0, 0, width, top);
+  spread(0, top + h - 1, width, 1, 0, top + h, width, height);
   mask.fillStyle = "white";
   mask.fillRect(0, 0, width, height);
-  mask.clearRect(...at);
+  mask.clearRect(left, top, w, h);
+  if (full) toast("The image is a quarter smaller, for room around it. A wider or taller Size needs less.");
   setInput(await toBlob(image.canvas), mask.canvas);
 }
 
@@ -615,7 +618,8 @@ function removeReference(i) {
 
 function setReferences([, ...more]) {
   references = more;
-  return showInput().then(keepDraft);
+  showInput();
+  keepDraft();
 }
 
 /** Reference image `i` changes places with the one before it. */
@@ -629,66 +633,77 @@ function moveForward(i) {
 export const whenInputRead = () => inputRead.catch(() => {});
 
 async function replaceInput(blob, mask, more) {
+  const bitmap = blob && await createImageBitmap(blob);
   if (mask && !input?.mask) $("strength").value = 1;
   if (!mask && Number($("strength").value) === 1) $("strength").value = $("strength").defaultValue;
-  if (!blob) {
-    [input, references] = [null, []];
-  } else {
-    const bitmap = await createImageBitmap(blob);
-    const written = $("size").value === "other" && [Number($("width").value), Number($("height").value)];
-    const [width, height] = mask ? [mask.width, mask.height] : written || nearest(bitmap.width, bitmap.height);
-    choose("size", () => setSize(width, height));
-    const cut = Math.abs(Math.log((bitmap.width * height) / (bitmap.height * width))) > 0.02;
-    input = { blob: await fitted(blob, width, height), mask, original: blob, cut };
-    references = more;
-  }
+  [input, references] = blob ? [{ original: blob, bitmap, mask }, more] : [null, []];
   others = usable();
-  await showInput();
+  if (!blob) return showInput();
+  const written = $("size").value === "other" && sizeNow();
+  const size = mask ? [mask.width, mask.height] : written || nearest(bitmap.width, bitmap.height);
+  choose("size", () => setSize(...size));  // which shows it
 }
 
-async function showInput() {
-  const [edits, most] = [editing(), model()?.references];
-  const count = input ? 1 + references.length : 0;
-  $("input").hidden = !input && !edits;
+const CUT = "cut at its edges to fit the size";
+/** An image as it fills the form's size; whole while no such size can be made. */
+const filling = (bitmap) => (canMake(...sizeNow()) ? centred(bitmap, ...sizeNow()) : bitmap);
+const isCut = ({ width: w, height: h }, { width, height }) => Math.abs(Math.log((w * height) / (h * width))) > 0.02;
+
+function showInput() {
+  const [edits, needs] = [editing(), !model()?.tasks.includes("text-to-image")];
+  const [count, picture] = [input ? 1 + references.length : 0, input && filling(input.bitmap)];
+  $("input").hidden = !input && !edits && !needs;
   $("input-title").textContent = edits ? "Reference images" : input?.mask ? "Input image and mask" : "Input image";
-  $("input-hint").textContent = input?.mask && references.length ? `${plural(references.length, "more reference image")} not read: a mask goes with one image` : edits ? `${count} of ${most}, read together with the prompt` : input?.cut ? "cut at its edges to fit the size" : "";
+  $("input-hint").textContent = [
+    !input && needs && "this model works on an image: add one",
+    input?.mask && references.length && `${plural(references.length, "more reference image")} not read: a mask goes with one image`,
+    input && edits && "read together with the prompt",
+    input && isCut(input.bitmap, picture) && (edits && references.length ? `number 1 is ${CUT}` : CUT),
+  ].filter(Boolean).join("; ");
   $("input-number").hidden = !edits || !references.length;
-  $("input-add").hidden = !edits || count >= most;
+  $("input-add").hidden = count >= (edits ? model().references : needs);
+  $("input-file").multiple = edits;
   $("input-mask").hidden = $("input-remove").hidden = !input;
   $("input-extend").hidden = !input || input.mask;
   $("input-mask").textContent = input?.mask ? "Change the mask" : "Add mask";
-  $("input-open").ariaLabel = $("input-open").title = input ? "Paint a mask on the input image" : "Add a reference image";
+  $("input-open").ariaLabel = $("input-open").title = input ? "Paint a mask on the input image" : "Add an image";
   $("references").replaceChildren(...(edits ? references.map(referenceTile) : []));
   showStrength();
   showHires();
   showOthers();
-  const [canvas, bitmap] = [$("input-canvas"), input && await createImageBitmap(input.blob)];
-  paint(canvas, bitmap);
-  if (!bitmap) return;
-  if (input.mask) {
+  const canvas = $("input-canvas");
+  paint(canvas, picture);
+  if (input?.mask) {
     const context = canvas.getContext("2d");
     context.globalAlpha = 0.6;
-    context.drawImage(tinted(input.mask, "#e2467a"), 0, 0);
+    context.drawImage(tinted(maskAt(input, canvas.width, canvas.height), "#e2467a"), 0, 0);
   }
-  crisp(canvas, bitmap.width);
+  crisp(canvas, canvas.width);
 }
 
 function referenceTile(blob, at) {
-  const [canvas, i] = [el("canvas"), at + 1];
-  createImageBitmap(blob).then((bitmap) => paint(canvas, bitmap));
-  const act = (change) => () => change(i).then(() => ($("references").children[at]?.querySelector("button") ?? $("input-add")).focus());
+  const [canvas, note, i] = [el("canvas"), el("span", { className: "hint" }), at + 1];
+  createImageBitmap(blob).then((bitmap) => {
+    paint(canvas, filling(bitmap));
+    if (isCut(bitmap, canvas)) Object.assign(note, { textContent: "cut", title: CUT });
+  });
+  const act = (change) => async () => {
+    await change(i);
+    ($("references").children[at]?.querySelector("button") ?? $("input-add")).focus();
+  };
   return el("li", {}, el("div", { className: "thumb", role: "img", ariaLabel: `Reference image ${i + 1}` }, canvas, el("span", { className: "number", textContent: i + 1, ariaHidden: "true" })),
-    el("div", { className: "row tight" }, button("left", `Move reference image ${i + 1} forward`, act(moveForward)), button("close", `Remove reference image ${i + 1}`, act(removeReference))));
+    el("div", { className: "row tight" }, button("left", `Move reference image ${i + 1} forward`, act(moveForward)), button("close", `Remove reference image ${i + 1}`, act(removeReference))), note);
 }
 
+/** The mask of an input at a size, where it lies over the image that fills this size. */
+const maskAt = ({ bitmap, mask }, width, height) => centred(mask, width, height, scaleTo(bitmap, width, height) / scaleTo(bitmap, mask.width, mask.height), false);
+
 /** White where the mask is painted, black elsewhere. */
-async function maskBlob(mask, width, height) {
-  const canvas = canvasOf(width, height);
+function maskBlob(masked, width, height) {
+  const canvas = maskAt(masked, width, height);
   const context = canvas.getContext("2d");
-  context.fillStyle = "black";
+  context.globalCompositeOperation = "destination-over";
   context.fillRect(0, 0, width, height);
-  context.imageSmoothingEnabled = false;
-  context.drawImage(mask, 0, 0, width, height);
   return toBlob(canvas);
 }
 
@@ -698,7 +713,7 @@ export async function inputFiles({ width, height }) {
   if (!input) return files;
   files.image = await fitted(input.original, width, height);
   if (editing() && references.length) files.references = await Promise.all(references.map((blob) => fitted(blob, width, height)));
-  if (input.mask) files.mask = await maskBlob(input.mask, width, height);
+  if (input.mask) files.mask = await maskBlob(input, width, height);
   return files;
 }
 
@@ -715,9 +730,15 @@ export async function bodyOf(job, files) {
 export function showHints(hints) {
   const others = hints.filter((text) => !saidOfWord(text) && ($("syntax-note").hidden || !text.includes("prompt_syntax")));
   const command = /; canvax info \S+ --prompts .*/;
-  const link = (textContent, onclick) => el("button", { type: "button", className: "link", textContent, onclick });
   $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text.replace(command, ". ") },
     ...(command.test(text) ? [link("Show what it knows", showKnown), " · ", link("Other models", () => $("open-other-models").click())] : []))));
+}
+
+/** Write a prompt into the form. */
+export function takePrompt(prompt) {
+  apply({ prompt });
+  keepDraft();
+  $("prompt").focus();
 }
 
 let known = [];
@@ -732,9 +753,11 @@ async function showKnown() {
 
 function listKnown() {
   const words = $("known-search").value.toLowerCase().split(/\s+/);
-  $("known-list").replaceChildren(...known.filter((name) => words.every((word) => name.includes(word))).map((name) => el("li", {}, el("button", {
-    type: "button", textContent: name, onclick: () => { $("known").close(); apply({ prompt: name }); showHints([]); keepDraft(); $("prompt").focus(); },
-  }))));
+  $("known-list").replaceChildren(...known.filter((name) => words.every((word) => name.includes(word))).map((name) => el("li", {}, link(name, () => {
+    $("known").close();
+    takePrompt(name);
+    showHints([]);
+  }, ""))));
 }
 
 /** {id, text} of a number that is missing, none or out of its range, or undefined. */

@@ -10,7 +10,7 @@ import { blobOf, fileName, paintedFrom } from "./pictures.js";
 import { openSheet, prepareSheet } from "./sheet.js";
 import { unfinished } from "./store.js";
 import { Task, cancelAll, connection, tasks } from "./tasks.js";
-import { $, announce, button, copy, el, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
+import { $, announce, button, copy, el, link, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
 import * as viewer from "./viewer.js";
 
 // ---- drawing
@@ -261,7 +261,7 @@ function comparePair(...ids) {
 async function openMask(back, record) {
   const input = composer.currentInput();
   if (!input) return;
-  editMask(await composer.fittedInput(), input.mask, async (mask) => {
+  editMask(...await composer.fittedInput(), async (mask) => {
     await composer.setInput(input.original, mask);
     composer.keepDraft();
     if (record) tellPrompt(record);
@@ -420,9 +420,7 @@ async function loadModels() {
     await showLeftOut();
     const examples = composer.model()?.examples ?? [];
     $("examples-text").hidden = !examples.length;
-    $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
-      type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
-    }))));
+    $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, link(text, () => composer.takePrompt(text), ""))));
   } catch (error) {
     if (error instanceof Gone) connection.lost();
     else if (error.status === 401) askKey(error.message);

@@ -38,17 +38,24 @@ export function tinted(painted, colour) {
   return canvas;
 }
 
-/** The image cut and scaled to fill width x height. */
-export async function fitted(blob, width, height) {
-  const bitmap = await createImageBitmap(blob);
-  if (bitmap.width === width && bitmap.height === height) return blob;
-  const scale = Math.max(width / bitmap.width, height / bitmap.height);
+/** How much an image is enlarged to fill width x height. */
+export const scaleTo = (image, width, height) => Math.max(width / image.width, height / image.height);
+
+/** A canvas of width x height with the image in its middle, which by default fills it; what does not fit is cut. */
+export function centred(image, width, height, scale = scaleTo(image, width, height), smooth = true) {
   const canvas = canvasOf(width, height);
   const context = canvas.getContext("2d");
   context.imageSmoothingQuality = "high";
-  const [w, h] = [bitmap.width * scale, bitmap.height * scale];
-  context.drawImage(bitmap, (width - w) / 2, (height - h) / 2, w, h);
-  return toBlob(canvas);
+  context.imageSmoothingEnabled = smooth;
+  const [w, h] = [image.width * scale, image.height * scale];
+  context.drawImage(image, (width - w) / 2, (height - h) / 2, w, h);
+  return canvas;
+}
+
+/** The image cut and scaled to fill width x height. */
+export async function fitted(blob, width, height) {
+  const bitmap = await createImageBitmap(blob);
+  return bitmap.width === width && bitmap.height === height ? blob : toBlob(centred(bitmap, width, height));
 }
 
 /** The whole image, its longer side no longer than this. */

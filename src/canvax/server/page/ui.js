@@ -73,6 +73,8 @@ export function button(name, label, action, { text = false, className = "icon" }
   return node;
 }
 
+export const link = (textContent, onclick, className = "link") => el("button", { type: "button", className, textContent, onclick });
+
 /** An option of a select. */
 export const choice = (value, textContent = value) => el("option", { value, textContent });
 
@@ -95,11 +97,11 @@ export function toast(text, actions = [], seconds = 8) {
   const node = el("div", { className: "toast" }, el("p", { textContent: text }));
   const close = () => node.remove();
   for (const [label, act] of actions) {
-    node.append(el("button", { type: "button", className: "link", textContent: label, onclick: ({ target }) => {
+    node.append(link(label, ({ target }) => {
       target.remove();
       if (!node.querySelector(".link")) close(); // each of several offers can be taken
       act();
-    } }));
+    }));
   }
   node.append(button("close", "Dismiss", close));
   $("toasts").replaceChildren(node);
@@ -115,6 +117,9 @@ export function openDialog(dialog) {
 }
 
 export function prepareDocument() {
+  for (const head of document.querySelectorAll(".dialog-head:not(:has([data-close]))")) {
+    head.append(el("button", { type: "button", className: "icon", ariaLabel: "Close", "data-close": "", "data-icon": "close" }));
+  }
   for (const node of document.querySelectorAll("[data-icon]")) {
     setIcon(node, node.dataset.icon);
     if (node.ariaLabel && !node.title) node.title = node.ariaLabel;
