@@ -276,6 +276,41 @@ def test_conditions_in_place_of_prompts(pipe: canvax.Pipeline) -> None:
 
 
 @dataclass(frozen=True)
+class Marked(Letters):
+    """An encoder that also returns which rows are letters."""
+
+    def outputs(self, length: int, dtype: Any) -> Any:
+        return {**super().outputs(length, dtype), "mask": jax.ShapeDtypeStruct((length,), jnp.bool_)}
+
+    def encode(self, p: Params, ids: Array, count: Array) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {**super().encode(p, ids, count), "mask": jnp.arange(ids.shape[1])[None] < count[:, None]}
+
+
+@dataclass(frozen=True)
+class ReadsMarks(Mlp):
+    """The same network, which reads the sum of the letters."""
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
+        text = jnp.where(conditions["mask"][..., None], conditions["text"], 100.0)
+        return super().prepare(p, {**conditions, "text": text}, latents)
+
+
+def test_conditions_with_a_mask() -> None:
+    """Of any length of the encoder, for the network alone and instead of prompts."""
+    pipe = pipeline_of(dataclasses.replace(NETWORKS, denoiser=ReadsMarks(), text=TextEncoders((Marked("r", (5, 20)),))))
+    latents, short, long = jnp.ones((1, 8, 8, CHANNELS)), pipe.encode("a fox"), pipe.encode("a red fox")
+    assert np.isfinite(pipe.denoiser(latents, 500.0, short)).all()
+    assert np.isfinite(pipe.denoiser(latents, 500.0, long)).all()
+    want = draw(pipe, "a fox", negative_prompt="a red fox").latents
+    np.testing.assert_array_equal(draw(pipe, short, negative_prompt="a red fox").latents, want)
+    for mask in (long["mask"].astype(jnp.float32), long["mask"][:, None]):
+        with refused("conditions", "conditions['mask']"):
+            pipe.denoiser(latents, 500.0, long | {"mask": mask})
+    with refused("prompt"):
+        draw(pipe, long | {"mask": short["mask"]})
+
+
+@dataclass(frozen=True)
 class Unweighted(Letters):
     """An encoder that passes weights over."""
 

@@ -29,6 +29,9 @@ control images, image prompts and references are trees of arrays.
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Shapes and dtypes of arrays, by name."""
 
+Pattern = tuple[int | None, ...]
+"""A shape, with None for axes of any size."""
+
 TextInputs = dict[str, dict[str, Any]]
 """Input arrays [B, ...] of text encoders, by component and name."""
 
@@ -254,6 +257,13 @@ class TextEncoders:
         features = self._features()
         return features["pooled"].shape[-1] if "pooled" in features else 0
 
+    @property
+    def patterns(self) -> dict[str, Pattern]:
+        """Shape of each condition of one prompt, without [B]; None for axes that grow with the lengths."""
+        some, more = (self._features([times * length for length in self.shortest]) for times in (1, 2))
+        pairs = {name: zip(leaf.shape[1:], more[name].shape[1:], strict=True) for name, leaf in some.items()}
+        return {name: tuple(size if size == grown else None for size, grown in pair) for name, pair in pairs.items()}
+
     def _features(self, lengths: Sequence[int] = ()) -> Shapes:
         return self.conditions(1, [jnp.float32] * len(self.encoders), lengths)
 
@@ -326,6 +336,11 @@ class TextEncoders:
     def lengthened(self, text: HostArray, lengths: Sequence[int]) -> HostArray:
         """Return joined text [n, T, D] at these lengths; see ``is_lengthened``."""
         return text if text.shape[1] == self.rows(lengths) else self.encoders[0].lengthened(text, lengths[0])
+
+
+def fits(shape: Sequence[int], pattern: Pattern) -> bool:
+    """Return whether a shape is of a pattern."""
+    return len(shape) == len(pattern) and all(want in (None, size) for size, want in zip(shape, pattern, strict=True))
 
 
 def encode_each(
