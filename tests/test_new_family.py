@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +28,12 @@ from canvax.cli import preview
 from canvax.compile import cache, key
 from canvax.compile.kinds import Kinds
 from canvax.engine import batch
-from canvax.families.base import Family
+from canvax.families import known
+from canvax.families.base import Family, parsed
 from canvax.families.known import PRESETS
 from canvax.guidance import KINDS
 from canvax.models.clip import ClipEncoder
-from canvax.models.configs import ClipTextConfig
+from canvax.models.configs import ClipTextConfig, Config
 from canvax.models.controlled import Controlled
 from canvax.models.denoiser import (
     PERTURBED,
@@ -54,6 +56,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, init_params
 from canvax.train import low_rank
 from canvax.types import Array
+from canvax.weights.files import ModelFiles
 from canvax.weights.lora import adapter_info, read_adapter
 from examples.new_family import CHANNELS, FACTOR, FAMILY, NETWORKS, WIDTH, Letters, Mlp, OneAfterAnother, Squares
 from tests.support.adapter_files import Draw, write
@@ -61,10 +64,10 @@ from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET
 
 
-def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.Pipeline:
+def pipeline_of(networks: Networks, family: Family = FAMILY, **more: Any) -> canvax.Pipeline:
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     scheduler = "FlowMatchEulerDiscreteScheduler"
-    return canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]))
+    return canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]), **more)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +101,15 @@ def test_a_model_takes_a_scheduler_object() -> None:
     assert got.config.items() >= scheduler.config.items()
 
 
-def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
+def test_arguments_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
+    flow = dataclasses.replace(NETWORKS, prediction="flow_prediction")
+    clip = dataclasses.replace(NETWORKS, text=canvax.load("emoji").model.networks.text)
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("params", lambda: canvax.pipeline_of(NETWORKS, {}, "DDIMScheduler")),
         ("params", lambda: canvax.pipeline_of(NETWORKS, pipe.params | {"vae": {}}, "DDIMScheduler")),
         ("params", lambda: pipe.with_denoiser(pipe.model.networks.denoiser, {})),
+        ("scheduler", lambda: canvax.pipeline_of(flow, pipe.params, "DDIMScheduler")),
+        ("tokenizers", lambda: canvax.pipeline_of(clip, pipe.params, "DDIMScheduler")),
     ]
     for argument, call in calls:
         with pytest.raises(canvax.InputError) as caught:
@@ -147,6 +154,71 @@ class Flat(Denoiser):
 
     def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
         return linear(p["out"], x), memory
+
+
+@dataclass(frozen=True)
+class GainConfig(Config):
+    """A value that no shape shows."""
+
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class Gained(Mlp):
+    """The same network with a config."""
+
+    config: GainConfig = GainConfig()
+
+
+def read_gained(files: ModelFiles) -> Networks:
+    config = parsed(GainConfig, files, "mlp")
+    return Networks(Gained(config), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+
+
+GAINED = dataclasses.replace(
+    FAMILY, name="gained", pipelines=("GainedPipeline",), read=read_gained,
+    classes={"mlp": ("Gained",), "text_encoder": ("Letters",), "vae": ("Squares",), "scheduler": ()},
+)  # fmt: skip
+
+
+def saved(pipe: canvax.Pipeline, folder: Path, **model: Any) -> list[str]:
+    """Save a pipeline with changes of its model; return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, **model)).save(folder, pipe.params)
+    return [str(each.message) for each in caught if isinstance(each.message, canvax.HintWarning)]
+
+
+def test_values_that_a_folder_cannot_hold_are_in_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config of a record is written; other values of networks, scheduler and tokenizers are in warnings."""
+    monkeypatch.setattr(known, "_registered", {})
+    networks = Networks(Gained(GainConfig(2.5)), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    pipe = pipeline_of(networks, canvax.extend.register(GAINED))
+    assert not saved(pipe, tmp_path / "all")
+    loaded = canvax.load(tmp_path / "all", mesh=pipe.mesh)
+    assert loaded.model.networks == networks
+    replace, scheduler, longer = dataclasses.replace, pipe.model.scheduler, (Letters("text_encoder", (7,)),)
+    changes: dict[str, dict[str, Any]] = {
+        "schedule.shift": {"scheduler": replace(scheduler, schedule=replace(scheduler.schedule, shift=2.0))},
+        "options.rho": {"scheduler": replace(scheduler, options=replace(scheduler.options, rho=3.0))},
+        "tokenizer": {"tokenizers": {"text_encoder": {}}},
+        "text_encoder.lengths": {"networks": replace(networks, text=TextEncoders(longer))},
+        "mlp is": {"networks": replace(networks, denoiser=Mlp())},
+        "KeyError": {"family": replace(GAINED, read=lambda files: files.configs["lost"])},
+    }
+    for i, (name, change) in enumerate(changes.items()):
+        (warning,) = saved(pipe, tmp_path / str(i), **change)
+        assert name in warning
+    (warning,) = saved(loaded.with_denoiser(Gained(GainConfig(4.0))), tmp_path / "again")  # its folder has a config
+    assert "mlp.config.gain" in warning
+
+
+def test_an_autoencoder_of_the_package_is_saved_with_its_config(tmp_path: Path) -> None:
+    emoji = canvax.load("emoji", progress=False).model.networks
+    text = TextEncoders((Letters("text_encoder", (5,)),))
+    pipeline_of(Networks(Flat(emoji.vae.latent_channels), emoji.vae, text), Family("flat")).save(tmp_path / "out")
+    config = json.loads((tmp_path / "out/vae/config.json").read_text("utf-8"))
+    assert type(emoji.vae).from_dict(config) == emoji.vae
 
 
 SPELLED = {
@@ -324,9 +396,9 @@ def test_weights_and_chunks_of_clip_beside_another_encoder() -> None:
     cfg = ClipTextConfig(2500, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     encoders, pipes = (ClipEncoder("text_encoder", cfg), Unweighted("reader", (700,))), []
     for some in (encoders, encoders[:1], encoders[1:]):
-        pipe = pipeline_of(dataclasses.replace(NETWORKS, text=OneAfterAnother(some)))
-        pipes.append(dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, tokenizers=tokenizers)))
-        pipes[-1].params = pipes[0].params or pipe.params
+        networks = dataclasses.replace(NETWORKS, text=OneAfterAnother(some))
+        pipes.append(pipe := pipeline_of(networks, tokenizers=tokenizers))
+        pipe.params = pipes[0].params or pipe.params
     for prompt in ("a (red:1.3) apple", "apple " * 90 + "(red:0.5)"):
         both, *each = (np.asarray(pipe.encode(prompt, prompt_syntax="comfy")["text"]) for pipe in pipes)
         np.testing.assert_array_equal(both, np.concatenate(each, axis=1))

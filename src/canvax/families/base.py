@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -359,7 +359,8 @@ class Model:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
         Networks that read control images or image prompts are separate files and are not written. Components that were
-        made in Python are written under the names of their specs, with an empty config.
+        made in Python are written under the names of their specs. ``canvax.families.read.unsaved`` lists values that
+        the files do not have.
 
         Raises:
             InputError: its weights are quantised, which that layout does not support, or the folder is not empty.
@@ -368,27 +369,49 @@ class Model:
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
         names = (*self.text.names, self.networks.denoiser.component, "vae")
-        made = {part.name: part for part in self.components if part.name not in self.files.configs}
+        made = {part.name for part in self.components if part.name not in self.files.configs}
         parts = [
             Component(part.name, part.spec, part.kind) if part.name in made else part
             for part in self.components
             if part.name in names
         ]
-        scheduler = dict(self.files.configs.get("scheduler", self.scheduler.config))
-        index = {"_class_name": next(iter(self.family.pipelines), self.family.name), **self.files.index}
-        classes = {name: next(iter(self.family.classes.get(name, ())), name) for name in made}
-        index |= {name: [part.kind, classes[name]] for name, part in made.items() if name in names}
-        index.setdefault("scheduler", ["diffusers", scheduler.get("_class_name")])
+        files = self.files_to_save(folder)
         return save_checkpoint(
             folder,
             parts,
             {name: params[name] for name in names if name in params},
-            index=index,
-            configs={name: self.files.configs.get(name, {}) for name in names} | {"scheduler": scheduler},
+            index=files.index,
+            configs={name: files.configs[name] for name in (*names, "scheduler")},
             copy_from=self.files.folder if self.files.index else None,
             dtype=dtype,
             overwrite=overwrite,
             rest={part.name: self._unread(part, params, dtype) for part in parts if part.name not in made},
+        )
+
+    def files_to_save(self, folder: str | Path) -> ModelFiles:
+        """Return the files that ``save`` writes into a folder: the index and the configs.
+
+        Components that were made in Python have the fields of the ``Config`` in their record.
+        """
+        records = {encoder.component: encoder for encoder in self.text.encoders}
+        records |= {self.networks.denoiser.component: self.networks.denoiser, "vae": self.networks.vae}
+        made = {name: config_of(record) for name, record in records.items() if name not in self.files.configs}
+        configs = {**self.files.configs, **made}
+        configs.setdefault("scheduler", dict(self.scheduler.config))
+        usual = {name: next(iter(self.family.classes.get(name, ())), name) for name in made}
+        classes = {name: config.get("_class_name", usual[name]) for name, config in made.items()}
+        index = {"_class_name": next(iter(self.family.pipelines), self.family.name), **self.files.index}
+        index |= {name: [library_of(name), classes[name]] for name in made}
+        index.setdefault("scheduler", ["diffusers", configs["scheduler"].get("_class_name")])
+        return replace(
+            self.files,
+            name=str(folder),
+            path=(path := Path(folder)),
+            index=index,
+            components={**self.files.components, **classes, "scheduler": index["scheduler"][1]},
+            configs=configs,
+            folders=lambda component: path / component,
+            overrides={},
         )
 
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:
@@ -410,6 +433,15 @@ class Model:
             for entry in entries
             if (entry.path, entry.segments) not in read
         ]
+
+
+def config_of(record: Any) -> dict[str, Any]:
+    """Return the fields of the first ``Config`` in a record as ``config.json`` has them; none for other records."""
+    values = (record, *getattr(record, "__dict__", {}).values())
+    config = next((value for value in values if isinstance(value, Config)), None)
+    if config is None:
+        return {}
+    return ({"_class_name": config.CLASS} if config.CLASS else {}) | asdict(config)
 
 
 def _as_dtype(entry: Entry, dtype: DType) -> HostArray:
