@@ -383,6 +383,38 @@ def test_conditions_with_a_mask() -> None:
 
 
 @dataclass(frozen=True)
+class Scalar(Mlp):
+    """The same network, which reads its number as a scalar."""
+
+    def inputs(self, latents: Sequence[int], text: Any, dtype: Any) -> Any:
+        return canvax.extend.Inputs({"hue": jax.ShapeDtypeStruct((latents[0],), jnp.float32)})
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
+        return super().prepare(p, {**conditions, "hue": conditions["hue"][:, None]}, latents)
+
+
+def test_conditions_that_a_network_does_not_declare(pipe: canvax.Pipeline) -> None:
+    """Another name, shape or kind of number is refused; so is a condition that the family does not have."""
+    wrong: list[dict[str, Any]] = [
+        {}, {"huge": np.ones(1, np.float32)}, {"hue": np.ones(2, np.float32)}, {"hue": np.ones(1, np.complex64)},
+        {"hue": np.ones(1, np.float32), "size": np.ones(1, np.float32)},
+    ]  # fmt: skip
+    for side in wrong:
+        families = [dataclasses.replace(FAMILY, size_conditions=lambda *_, s=side: (s, s))]
+        families += [] if side else [Family("bare")]
+        for family in families:
+            changed = dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, family=family))
+            changed.params = pipe.params
+            for call in (lambda changed=changed: draw(changed), lambda changed=changed: changed.encode("a fox")):
+                with refused("size_conditions"):
+                    call()
+    number: Any = {"hue": np.float64(1)}, {"hue": np.float64(0)}
+    scalar = dataclasses.replace(FAMILY, size_conditions=lambda *_: number)
+    got = draw(pipeline_of(dataclasses.replace(NETWORKS, denoiser=Scalar()), scalar), num_inference_steps=2)
+    np.testing.assert_allclose(got.latents, draw(pipe, num_inference_steps=2).latents, atol=1e-5)
+
+
+@dataclass(frozen=True)
 class Unweighted(Letters):
     """An encoder that passes weights over."""
 

@@ -17,7 +17,7 @@ from canvax.errors import CheckpointError, InputError, check_count, check_number
 from canvax.files import read_json
 from canvax.models.clip import ClipEncoder, PooledClip, clip_configs, clip_encoders
 from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
-from canvax.models.denoiser import UNetDenoiser
+from canvax.models.denoiser import COLUMNS, UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoder, TextEncoders
 from canvax.params import Params, Spec
@@ -330,9 +330,34 @@ class Model:
     def size_conditions(
         self, height: int, width: int, options: Mapping[str, Any]
     ) -> tuple[SizeConditions, SizeConditions]:
-        """Return the conditions of an image besides its texts; ``options`` are the explicit ones."""
-        conditions = self.family.size_conditions
-        return conditions(self, height, width, options) if conditions else ({}, {})
+        """Return the conditions of an image besides its texts; ``options`` are the explicit ones.
+
+        Raises:
+            InputError: the family does not return those that the denoiser declares.
+        """
+        conditions, networks = self.family.size_conditions, self.networks
+        text = networks.text.conditions(1, [np.float32] * len(networks.text.encoders))
+        loop = networks.packing.shape(networks.latent_shape(1, height, width))
+        declared = networks.denoiser.inputs(loop, text, lambda _: np.dtype(np.float32)).conditions
+        others = {"guidance": networks.embeds_guidance, "masked": networks.inpaints, COLUMNS: networks.packing.patch}
+        wanted = {name: leaf for name, leaf in declared.items() if name not in text and not others.get(name)}
+
+        def checked(side: SizeConditions) -> SizeConditions:
+            arrays = {name: np.asarray(row) for name, row in side.items()}
+            shapes = {name: array.shape for name, array in arrays.items()}
+            alike = shapes == {name: leaf.shape[1:] for name, leaf in wanted.items()} and all(
+                np.can_cast(array.dtype, wanted[name].dtype, "same_kind") for name, array in arrays.items()
+            )
+            if not alike:
+                got = ", ".join(f"{name} {array.dtype}{[*array.shape]}" for name, array in arrays.items())
+                want = ", ".join(f"{name} {leaf.dtype}{[*leaf.shape[1:]]}" for name, leaf in wanted.items())
+                problem = f"of the family {self.family.name} gives {got or 'nothing'}, and "
+                problem += f"{type(networks.denoiser).__name__}.inputs declares {want or 'nothing'}"
+                raise InputError("size_conditions", problem, cure="let both have the same names and shapes")
+            return {name: array.astype(wanted[name].dtype) for name, array in arrays.items()}
+
+        positive, negative = conditions(self, height, width, options) if conditions else ({}, {})
+        return checked(positive), checked(negative)
 
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:
         """Return a name that selects the same sampler again, and its name in other programs; None is the checkpoint's.

@@ -137,7 +137,8 @@ def encode(
         }
         if model.networks.embeds_guidance:
             conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
-        return conditions | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
+        sizes = {name: np.tile(row, (batch, *(1 for _ in row.shape))) for name, row in numbers[negative].items()}
+        return conditions | {name: put(array, split) for name, array in sizes.items()}
 
     made = {row: tuple(conditions_for(negative) for _, negative in half) for row, half in halves.items()}
     return Encoded(made.pop(0), made)

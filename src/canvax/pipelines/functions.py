@@ -83,7 +83,7 @@ def _completed(
 ) -> dict[str, Any]:
     """Add the conditions of the size, and the guidance scale for a network that reads it, to those of texts."""
     count = len(conditions["text"])
-    added = {name: jnp.tile(jnp.asarray(row), (count, 1)) for name, row in numbers.items()}
+    added = {name: jnp.broadcast_to(jnp.asarray(row)[None], (count, *row.shape)) for name, row in numbers.items()}
     if model.networks.embeds_guidance:
         added["guidance"] = jnp.full(count, guidance, jnp.float32)
     return {**conditions, **added}
