@@ -776,6 +776,80 @@ def test_an_output_without_a_memory_is_refused() -> None:
         assert caught.value.argument == "denoiser"
 
 
+class Halved(Squares):
+    """Its ``decode`` returns half of the rows."""
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        return super().decode(p, latents)[:, ::2]
+
+
+class Coarse(Squares):
+    """Another factor than that of its ``decode``."""
+
+    factor = 2 * FACTOR
+
+
+class Certain(Squares):
+    """Its ``encode`` returns no deviation."""
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> Any:
+        return super().encode(p, images)[:1]
+
+
+class Thin(Squares):
+    """Its ``encode`` returns one channel."""
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> Any:
+        return tuple(moment[..., :1] for moment in super().encode(p, images))
+
+
+@dataclass(frozen=True)
+class Wider(Letters):
+    """Its ``outputs`` are wider than its text."""
+
+    def outputs(self, length: int, dtype: Any) -> Any:
+        return {"text": jax.ShapeDtypeStruct((length, WIDTH + 1), dtype)}
+
+
+@dataclass(frozen=True)
+class Bare(Letters):
+    """Its ``encode`` returns the text alone."""
+
+    def encode(self, p: Params, ids: Array, count: Array) -> Any:
+        return super().encode(p, ids, count)["text"]
+
+
+@dataclass(frozen=True)
+class Grey(Mlp):
+    """Its ``apply`` returns one channel."""
+
+    def apply(self, *arguments: Any) -> Any:
+        output, memory = Mlp.apply(self, *arguments)
+        return output[..., :1], memory
+
+
+LATENTS, PIXELS = jnp.zeros((1, 8, 8, CHANNELS)), np.zeros((1, 16, 16, 3), np.float32)
+FAULTY: dict[Any, Callable[[canvax.Pipeline], Any]] = {
+    Halved(): lambda pipe: pipe.decode(LATENTS),
+    Coarse(): lambda pipe: pipe.decode(LATENTS),
+    Certain(): lambda pipe: pipe.encode_image(PIXELS),
+    Thin(): lambda pipe: pipe.encode_image(PIXELS),
+    Wider("reader", (5,)): lambda pipe: pipe.encode("a fox"),
+    Bare("reader", (5,)): lambda pipe: pipe.encode("a fox"),
+    Grey(): lambda pipe: jax.eval_shape(
+        partial(pipe.denoiser, LATENTS, 500.0), {"text": jnp.zeros((1, 12, WIDTH)), "hue": jnp.zeros((1, 1))}
+    ),
+}
+
+
+@pytest.mark.parametrize("record", FAULTY)
+def test_shapes_that_a_record_does_not_declare_are_refused(record: Any) -> None:
+    part = "vae" if isinstance(record, Squares) else "text" if isinstance(record, Letters) else "denoiser"
+    networks = dataclasses.replace(NETWORKS, **{part: TextEncoders((record,)) if part == "text" else record})
+    with refused(part):
+        FAULTY[record](pipeline_of(networks))
+
+
 def test_what_a_wrapper_does_not_hand_on_is_refused() -> None:
     """Its ``apply`` has no place for extras, so perturbed attention and reused features are not offered."""
     emoji = canvax.load("emoji", progress=False)
