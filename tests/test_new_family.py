@@ -181,6 +181,14 @@ GAINED = dataclasses.replace(
 )  # fmt: skip
 
 
+def test_an_unknown_field_of_a_users_config() -> None:
+    """The error has the name of the attribute that ignores fields; for configs of the package it has not."""
+    for config, is_users in ((GainConfig, True), (type(UNET), False)):
+        with pytest.raises(canvax.CheckpointError) as caught:
+            config.from_dict({"gian": 1.0})
+        assert (f"{config.__name__}.IGNORED" in str(caught.value)) is is_users
+
+
 def saved(pipe: canvax.Pipeline, folder: Path, **model: Any) -> list[str]:
     """Save a pipeline with changes of its model; return the warnings."""
     with warnings.catch_warnings(record=True) as caught:

@@ -298,7 +298,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
     inside, folder = (f"{part.name}.", f"{part.name}/") if part.name else ("", "")
     for entry in entries:
         name = known.get(entry.name)
-        where = f"{entry.name} in {folder}{entry.path.name}"
+        where = f"{entry.stored_as or entry.name} in {folder}{entry.path.name}"
         if name is None:
             if not LEFTOVER.fullmatch(entry.name.replace("/", ".")):
                 faults.unused.append(f"{where} {entry.shape}")
