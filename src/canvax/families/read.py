@@ -165,11 +165,10 @@ def _records(networks: Networks) -> dict[str, Any]:
 
 def _differences(saved: Any, read: Any, name: str = "") -> Iterator[str]:
     """Yield the names of values that differ, with both."""
-    parts = [value if isinstance(value, dict) else getattr(value, "__dict__", None) for value in (saved, read)]
-    if type(saved) is type(read) and parts[0] is not None and not callable(saved):
-        names = [field.name for field in fields(saved)] if is_dataclass(saved) else parts[0]
-        for each in names:
-            yield from _differences(*(part.get(each) for part in parts), f"{name}.{each}".strip("."))
+    if type(saved) is type(read) and not callable(saved) and (isinstance(saved, dict) or hasattr(saved, "__dict__")):
+        one, other = (value if isinstance(value, dict) else vars(value) for value in (saved, read))
+        for each in [field.name for field in fields(saved)] if is_dataclass(saved) else one:
+            yield from _differences(one.get(each), other.get(each), f"{name}.{each}".strip("."))
     elif not np.array_equal(saved, read) if isinstance(saved, np.ndarray) else repr(saved) != repr(read):
         yield f"{name} is {shown(saved)}, and {shown(read)} is read"
 
