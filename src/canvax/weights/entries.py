@@ -62,7 +62,7 @@ class Entry:
         stamp: ``file_stamp`` of the file whose header was read.
         decode: for quantised arrays, the conversion to numbers.
         companions: arrays that ``decode`` reads, such as scales.
-        stored_as: name in the file, if a rule has changed ``name``.
+        stored_as: name in the file, for errors of loading, which changes ``name``.
     """
 
     name: str

@@ -79,7 +79,7 @@ class Names:
         if match is None:
             yield entry
             return
-        rule, entry = match.rules[0][0], replace(entry, stored_as=entry.stored_as or entry.name)
+        rule = match.rules[0][0]
         if rule.change == "transposed" and len(entry.shape) == 2:
             entry = replace(entry, order="flax" if entry.order == "torch" else "torch")
         if rule.change == "swapped halves" and entry.shape:
