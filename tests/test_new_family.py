@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +30,12 @@ from canvax.compile.aot import Build
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.engine import batch
-from canvax.families.base import Family
+from canvax.families import known
+from canvax.families.base import Family, parsed
 from canvax.families.known import PRESETS
 from canvax.guidance import KINDS
 from canvax.models.clip import ClipEncoder
-from canvax.models.configs import ClipTextConfig
+from canvax.models.configs import ClipTextConfig, Config
 from canvax.models.controlled import Controlled
 from canvax.models.denoiser import (
     PERTURBED,
@@ -57,6 +59,7 @@ from canvax.parallel.rules import place_all
 from canvax.params import Params, init_params
 from canvax.train import low_rank
 from canvax.types import Array
+from canvax.weights.files import ModelFiles
 from canvax.weights.lora import adapter_info, read_adapter
 from conftest import use_folder
 from examples.new_family import CHANNELS, FACTOR, FAMILY, NETWORKS, WIDTH, Letters, Mlp, OneAfterAnother, Squares
@@ -65,10 +68,10 @@ from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET
 
 
-def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.Pipeline:
+def pipeline_of(networks: Networks, family: Family = FAMILY, **more: Any) -> canvax.Pipeline:
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     scheduler = "FlowMatchEulerDiscreteScheduler"
-    return canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]))
+    return canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]), **more)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +105,15 @@ def test_a_model_takes_a_scheduler_object() -> None:
     assert got.config.items() >= scheduler.config.items()
 
 
-def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
+def test_arguments_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
+    flow = dataclasses.replace(NETWORKS, prediction="flow_prediction")
+    clip = dataclasses.replace(NETWORKS, text=canvax.load("emoji").model.networks.text)
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("params", lambda: canvax.pipeline_of(NETWORKS, {}, "DDIMScheduler")),
         ("params", lambda: canvax.pipeline_of(NETWORKS, pipe.params | {"vae": {}}, "DDIMScheduler")),
         ("params", lambda: pipe.with_denoiser(pipe.model.networks.denoiser, {})),
+        ("scheduler", lambda: canvax.pipeline_of(flow, pipe.params, "DDIMScheduler")),
+        ("tokenizers", lambda: canvax.pipeline_of(clip, pipe.params, "DDIMScheduler")),
     ]
     for argument, call in calls:
         with pytest.raises(canvax.InputError) as caught:
@@ -151,6 +158,79 @@ class Flat(Denoiser):
 
     def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
         return linear(p["out"], x), memory
+
+
+@dataclass(frozen=True)
+class GainConfig(Config):
+    """A value that no shape shows."""
+
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class Gained(Mlp):
+    """The same network with a config."""
+
+    config: GainConfig = GainConfig()
+
+
+def read_gained(files: ModelFiles) -> Networks:
+    config = parsed(GainConfig, files, "mlp")
+    return Networks(Gained(config), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+
+
+GAINED = dataclasses.replace(
+    FAMILY, name="gained", pipelines=("GainedPipeline",), read=read_gained,
+    classes={"mlp": ("Gained",), "text_encoder": ("Letters",), "vae": ("Squares",), "scheduler": ()},
+)  # fmt: skip
+
+
+def test_an_unknown_field_of_a_users_config() -> None:
+    """The error has the name of the attribute that ignores fields; for configs of the package it has not."""
+    for config, is_users in ((GainConfig, True), (type(UNET), False)):
+        with pytest.raises(canvax.CheckpointError) as caught:
+            config.from_dict({"gian": 1.0})
+        assert (f"{config.__name__}.IGNORED" in str(caught.value)) is is_users
+
+
+def saved(pipe: canvax.Pipeline, folder: Path, **model: Any) -> list[str]:
+    """Save a pipeline with changes of its model; return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, **model)).save(folder, pipe.params)
+    return [str(each.message) for each in caught if isinstance(each.message, canvax.HintWarning)]
+
+
+def test_values_that_a_folder_cannot_hold_are_in_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config of a record is written; other values of networks, scheduler and tokenizers are in warnings."""
+    monkeypatch.setattr(known, "_registered", {})
+    networks = Networks(Gained(GainConfig(2.5)), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    pipe = pipeline_of(networks, canvax.extend.register(GAINED))
+    assert not saved(pipe, tmp_path / "all")
+    loaded = canvax.load(tmp_path / "all", mesh=pipe.mesh)
+    assert loaded.model.networks == networks
+    replace, scheduler, longer = dataclasses.replace, pipe.model.scheduler, (Letters("text_encoder", (7,)),)
+    changes: dict[str, dict[str, Any]] = {
+        "schedule.shift": {"scheduler": replace(scheduler, schedule=replace(scheduler.schedule, shift=2.0))},
+        "options.rho": {"scheduler": replace(scheduler, options=replace(scheduler.options, rho=3.0))},
+        "tokenizer": {"tokenizers": {"text_encoder": {}}},
+        "text_encoder.lengths": {"networks": replace(networks, text=TextEncoders(longer))},
+        "mlp is": {"networks": replace(networks, denoiser=Mlp())},
+        "KeyError": {"family": replace(GAINED, read=lambda files: files.configs["lost"])},
+    }
+    for i, (name, change) in enumerate(changes.items()):
+        (warning,) = saved(pipe, tmp_path / str(i), **change)
+        assert name in warning
+    (warning,) = saved(loaded.with_denoiser(Gained(GainConfig(4.0))), tmp_path / "again")  # its folder has a config
+    assert "mlp.config.gain" in warning
+
+
+def test_an_autoencoder_of_the_package_is_saved_with_its_config(tmp_path: Path) -> None:
+    emoji = canvax.load("emoji", progress=False).model.networks
+    text = TextEncoders((Letters("text_encoder", (5,)),))
+    pipeline_of(Networks(Flat(emoji.vae.latent_channels), emoji.vae, text), Family("flat")).save(tmp_path / "out")
+    config = json.loads((tmp_path / "out/vae/config.json").read_text("utf-8"))
+    assert type(emoji.vae).from_dict(config) == emoji.vae
 
 
 SPELLED = {
@@ -280,6 +360,73 @@ def test_conditions_in_place_of_prompts(pipe: canvax.Pipeline) -> None:
 
 
 @dataclass(frozen=True)
+class Marked(Letters):
+    """An encoder that also returns which rows are letters."""
+
+    def outputs(self, length: int, dtype: Any) -> Any:
+        return {**super().outputs(length, dtype), "mask": jax.ShapeDtypeStruct((length,), jnp.bool_)}
+
+    def encode(self, p: Params, ids: Array, count: Array) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {**super().encode(p, ids, count), "mask": jnp.arange(ids.shape[1])[None] < count[:, None]}
+
+
+@dataclass(frozen=True)
+class ReadsMarks(Mlp):
+    """The same network, which reads the sum of the letters."""
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
+        text = jnp.where(conditions["mask"][..., None], conditions["text"], 100.0)
+        return super().prepare(p, {**conditions, "text": text}, latents)
+
+
+def test_conditions_with_a_mask() -> None:
+    """Of any length of the encoder, for the network alone and instead of prompts."""
+    pipe = pipeline_of(dataclasses.replace(NETWORKS, denoiser=ReadsMarks(), text=TextEncoders((Marked("r", (5, 20)),))))
+    latents, short, long = jnp.ones((1, 8, 8, CHANNELS)), pipe.encode("a fox"), pipe.encode("a red fox")
+    assert np.isfinite(pipe.denoiser(latents, 500.0, short)).all()
+    assert np.isfinite(pipe.denoiser(latents, 500.0, long)).all()
+    want = draw(pipe, "a fox", negative_prompt="a red fox").latents
+    np.testing.assert_array_equal(draw(pipe, short, negative_prompt="a red fox").latents, want)
+    for mask in (long["mask"].astype(jnp.float32), long["mask"][:, None]):
+        with refused("conditions", "conditions['mask']"):
+            pipe.denoiser(latents, 500.0, long | {"mask": mask})
+    with refused("prompt"):
+        draw(pipe, long | {"mask": short["mask"]})
+
+
+@dataclass(frozen=True)
+class Scalar(Mlp):
+    """The same network, which reads its number as a scalar."""
+
+    def inputs(self, latents: Sequence[int], text: Any, dtype: Any) -> Any:
+        return canvax.extend.Inputs({"hue": jax.ShapeDtypeStruct((latents[0],), jnp.float32)})
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
+        return super().prepare(p, {**conditions, "hue": conditions["hue"][:, None]}, latents)
+
+
+def test_conditions_that_a_network_does_not_declare(pipe: canvax.Pipeline) -> None:
+    """Another name, shape or kind of number is refused; so is a condition that the family does not have."""
+    wrong: list[dict[str, Any]] = [
+        {}, {"huge": np.ones(1, np.float32)}, {"hue": np.ones(2, np.float32)}, {"hue": np.ones(1, np.complex64)},
+        {"hue": np.ones(1, np.float32), "size": np.ones(1, np.float32)},
+    ]  # fmt: skip
+    for side in wrong:
+        families = [dataclasses.replace(FAMILY, size_conditions=lambda *_, s=side: (s, s))]
+        families += [] if side else [Family("bare")]
+        for family in families:
+            changed = dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, family=family))
+            changed.params = pipe.params
+            for call in (lambda changed=changed: draw(changed), lambda changed=changed: changed.encode("a fox")):
+                with refused("size_conditions"):
+                    call()
+    number: Any = {"hue": np.float64(1)}, {"hue": np.float64(0)}
+    scalar = dataclasses.replace(FAMILY, size_conditions=lambda *_: number)
+    got = draw(pipeline_of(dataclasses.replace(NETWORKS, denoiser=Scalar()), scalar), num_inference_steps=2)
+    np.testing.assert_allclose(got.latents, draw(pipe, num_inference_steps=2).latents, atol=1e-5)
+
+
+@dataclass(frozen=True)
 class Unweighted(Letters):
     """An encoder that passes weights over."""
 
@@ -293,9 +440,9 @@ def test_weights_and_chunks_of_clip_beside_another_encoder() -> None:
     cfg = ClipTextConfig(2500, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     encoders, pipes = (ClipEncoder("text_encoder", cfg), Unweighted("reader", (700,))), []
     for some in (encoders, encoders[:1], encoders[1:]):
-        pipe = pipeline_of(dataclasses.replace(NETWORKS, text=OneAfterAnother(some)))
-        pipes.append(dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, tokenizers=tokenizers)))
-        pipes[-1].params = pipes[0].params or pipe.params
+        networks = dataclasses.replace(NETWORKS, text=OneAfterAnother(some))
+        pipes.append(pipe := pipeline_of(networks, tokenizers=tokenizers))
+        pipe.params = pipes[0].params or pipe.params
     for prompt in ("a (red:1.3) apple", "apple " * 90 + "(red:0.5)"):
         both, *each = (np.asarray(pipe.encode(prompt, prompt_syntax="comfy")["text"]) for pipe in pipes)
         np.testing.assert_array_equal(both, np.concatenate(each, axis=1))
@@ -684,6 +831,80 @@ def test_an_output_without_a_memory_is_refused() -> None:
         with pytest.raises(canvax.InputError) as caught:
             call()
         assert caught.value.argument == "denoiser"
+
+
+class Halved(Squares):
+    """Its ``decode`` returns half of the rows."""
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        return super().decode(p, latents)[:, ::2]
+
+
+class Coarse(Squares):
+    """Another factor than that of its ``decode``."""
+
+    factor = 2 * FACTOR
+
+
+class Certain(Squares):
+    """Its ``encode`` returns no deviation."""
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> Any:
+        return super().encode(p, images)[:1]
+
+
+class Thin(Squares):
+    """Its ``encode`` returns one channel."""
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> Any:
+        return tuple(moment[..., :1] for moment in super().encode(p, images))
+
+
+@dataclass(frozen=True)
+class Wider(Letters):
+    """Its ``outputs`` are wider than its text."""
+
+    def outputs(self, length: int, dtype: Any) -> Any:
+        return {"text": jax.ShapeDtypeStruct((length, WIDTH + 1), dtype)}
+
+
+@dataclass(frozen=True)
+class Bare(Letters):
+    """Its ``encode`` returns the text alone."""
+
+    def encode(self, p: Params, ids: Array, count: Array) -> Any:
+        return super().encode(p, ids, count)["text"]
+
+
+@dataclass(frozen=True)
+class Grey(Mlp):
+    """Its ``apply`` returns one channel."""
+
+    def apply(self, *arguments: Any) -> Any:
+        output, memory = Mlp.apply(self, *arguments)
+        return output[..., :1], memory
+
+
+LATENTS, PIXELS = jnp.zeros((1, 8, 8, CHANNELS)), np.zeros((1, 16, 16, 3), np.float32)
+FAULTY: dict[Any, Callable[[canvax.Pipeline], Any]] = {
+    Halved(): lambda pipe: pipe.decode(LATENTS),
+    Coarse(): lambda pipe: pipe.decode(LATENTS),
+    Certain(): lambda pipe: pipe.encode_image(PIXELS),
+    Thin(): lambda pipe: pipe.encode_image(PIXELS),
+    Wider("reader", (5,)): lambda pipe: pipe.encode("a fox"),
+    Bare("reader", (5,)): lambda pipe: pipe.encode("a fox"),
+    Grey(): lambda pipe: jax.eval_shape(
+        partial(pipe.denoiser, LATENTS, 500.0), {"text": jnp.zeros((1, 12, WIDTH)), "hue": jnp.zeros((1, 1))}
+    ),
+}
+
+
+@pytest.mark.parametrize("record", FAULTY)
+def test_shapes_that_a_record_does_not_declare_are_refused(record: Any) -> None:
+    part = "vae" if isinstance(record, Squares) else "text" if isinstance(record, Letters) else "denoiser"
+    networks = dataclasses.replace(NETWORKS, **{part: TextEncoders((record,)) if part == "text" else record})
+    with refused(part):
+        FAULTY[record](pipeline_of(networks))
 
 
 def test_what_a_wrapper_does_not_hand_on_is_refused() -> None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,13 +19,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from canvax.errors import CheckpointError, InputError
+from canvax.nn import linear_spec
 from canvax.params import Param, flatten, map_spec
 from canvax.quantize import quantized_spec
 from canvax.types import Array, HostArray
 from canvax.weights import save as weights_save
-from canvax.weights.load import THREADS, Component, load_components
+from canvax.weights.files import open_weights
+from canvax.weights.load import THREADS, Component, load_components, stored_components
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
+from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from canvax.weights.save import save_checkpoint, save_component
 from tests.support.checkpoints import (
@@ -144,6 +148,16 @@ def test_all_faults_are_reported_together(tmp_path: Path) -> None:
     assert "download the checkpoint again" in message
 
 
+def test_a_stack_of_another_shape_has_the_name_of_its_file(tmp_path: Path) -> None:
+    spec = {name: linear_spec(4, 4, bias=False) for name in ("to_q", "to_k")}
+    names = Names([Rule("both", ("to_q", "to_k"))])
+    save_file({"both.weight": np.zeros((8, 3), np.float32)}, tmp_path / "a.safetensors")
+    files: Any = SimpleNamespace(entries=lambda _: open_weights(tmp_path / "a.safetensors"))
+    with pytest.raises(CheckpointError) as caught:
+        stored_components(files, [Component("net", spec, "diffusers", names.to_internal)])
+    assert str(caught.value).count("both.weight") == 2
+
+
 def test_missing_in_flax_files_names_the_flax_path(tmp_path: Path) -> None:
     params = toy_params()
     write_checkpoint(tmp_path, params, form="flax")
@@ -233,6 +247,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from canvax.nn import conv2d_spec, linear_spec
 from canvax.weights.open import open_files
+from canvax.weights.rules import Names, Rule
 from canvax.weights.location import Location
 from canvax.weights.load import Component, load_components
 

@@ -122,7 +122,8 @@ def info_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the lines of ``canvax info`` about an adapter."""
     parts = [f"{count} of {name}" for name, count in report["parts"].items()]
     ranks = report["ranks"]
-    family = report["family"] or (f"text of width {report['text_width']}" if report["text_width"] else "unknown")
+    width = report["text_width"]
+    family = report["family"] or (f"text of width {width}" if width else "not clear from its names")
     words = [f"{word} ({count} vector{'s' if count > 1 else ''})" for word, count in report["embeddings"].items()]
     facts = {
         "changes": "; ".join(parts),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from canvax.errors import CheckpointError, InputError, check_count, check_number
 from canvax.files import read_json
 from canvax.models.clip import ClipEncoder, PooledClip, clip_configs, clip_encoders
 from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
-from canvax.models.denoiser import UNetDenoiser
+from canvax.models.denoiser import COLUMNS, UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoder, TextEncoders
 from canvax.params import Params, Spec
@@ -330,9 +330,34 @@ class Model:
     def size_conditions(
         self, height: int, width: int, options: Mapping[str, Any]
     ) -> tuple[SizeConditions, SizeConditions]:
-        """Return the conditions of an image besides its texts; ``options`` are the explicit ones."""
-        conditions = self.family.size_conditions
-        return conditions(self, height, width, options) if conditions else ({}, {})
+        """Return the conditions of an image besides its texts; ``options`` are the explicit ones.
+
+        Raises:
+            InputError: the family does not return those that the denoiser declares.
+        """
+        conditions, networks = self.family.size_conditions, self.networks
+        text = networks.text.conditions(1, [np.float32] * len(networks.text.encoders))
+        loop = networks.packing.shape(networks.latent_shape(1, height, width))
+        declared = networks.denoiser.inputs(loop, text, lambda _: np.dtype(np.float32)).conditions
+        others = {"guidance": networks.embeds_guidance, "masked": networks.inpaints, COLUMNS: networks.packing.patch}
+        wanted = {name: leaf for name, leaf in declared.items() if name not in text and not others.get(name)}
+
+        def checked(side: SizeConditions) -> SizeConditions:
+            arrays = {name: np.asarray(row) for name, row in side.items()}
+            shapes = {name: array.shape for name, array in arrays.items()}
+            alike = shapes == {name: leaf.shape[1:] for name, leaf in wanted.items()} and all(
+                np.can_cast(array.dtype, wanted[name].dtype, "same_kind") for name, array in arrays.items()
+            )
+            if not alike:
+                got = ", ".join(f"{name} {array.dtype}{[*array.shape]}" for name, array in arrays.items())
+                want = ", ".join(f"{name} {leaf.dtype}{[*leaf.shape[1:]]}" for name, leaf in wanted.items())
+                problem = f"of the family {self.family.name} gives {got or 'nothing'}, and "
+                problem += f"{type(networks.denoiser).__name__}.inputs declares {want or 'nothing'}"
+                raise InputError("size_conditions", problem, cure="let both have the same names and shapes")
+            return {name: array.astype(wanted[name].dtype) for name, array in arrays.items()}
+
+        positive, negative = conditions(self, height, width, options) if conditions else ({}, {})
+        return checked(positive), checked(negative)
 
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:
         """Return a name that selects the same sampler again, and its name in other programs; None is the checkpoint's.
@@ -359,7 +384,8 @@ class Model:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
         Networks that read control images or image prompts are separate files and are not written. Components that were
-        made in Python are written under the names of their specs, with an empty config.
+        made in Python are written under the names of their specs. ``canvax.families.read.unsaved`` lists values that
+        the files do not have.
 
         Raises:
             InputError: its weights are quantised, which that layout does not support, or the folder is not empty.
@@ -368,27 +394,49 @@ class Model:
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
         names = (*self.text.names, self.networks.denoiser.component, "vae")
-        made = {part.name: part for part in self.components if part.name not in self.files.configs}
+        made = {part.name for part in self.components if part.name not in self.files.configs}
         parts = [
             Component(part.name, part.spec, part.kind) if part.name in made else part
             for part in self.components
             if part.name in names
         ]
-        scheduler = dict(self.files.configs.get("scheduler", self.scheduler.config))
-        index = {"_class_name": next(iter(self.family.pipelines), self.family.name), **self.files.index}
-        classes = {name: next(iter(self.family.classes.get(name, ())), name) for name in made}
-        index |= {name: [part.kind, classes[name]] for name, part in made.items() if name in names}
-        index.setdefault("scheduler", ["diffusers", scheduler.get("_class_name")])
+        files = self.files_to_save(folder)
         return save_checkpoint(
             folder,
             parts,
             {name: params[name] for name in names if name in params},
-            index=index,
-            configs={name: self.files.configs.get(name, {}) for name in names} | {"scheduler": scheduler},
+            index=files.index,
+            configs={name: files.configs[name] for name in (*names, "scheduler")},
             copy_from=self.files.folder if self.files.index else None,
             dtype=dtype,
             overwrite=overwrite,
             rest={part.name: self._unread(part, params, dtype) for part in parts if part.name not in made},
+        )
+
+    def files_to_save(self, folder: str | Path) -> ModelFiles:
+        """Return the files that ``save`` writes into a folder: the index and the configs.
+
+        Components that were made in Python have the fields of the ``Config`` in their record.
+        """
+        records = {encoder.component: encoder for encoder in self.text.encoders}
+        records |= {self.networks.denoiser.component: self.networks.denoiser, "vae": self.networks.vae}
+        made = {name: config_of(record) for name, record in records.items() if name not in self.files.configs}
+        configs = {**self.files.configs, **made}
+        configs.setdefault("scheduler", dict(self.scheduler.config))
+        usual = {name: next(iter(self.family.classes.get(name, ())), name) for name in made}
+        classes = {name: config.get("_class_name", usual[name]) for name, config in made.items()}
+        index = {"_class_name": next(iter(self.family.pipelines), self.family.name), **self.files.index}
+        index |= {name: [library_of(name), classes[name]] for name in made}
+        index.setdefault("scheduler", ["diffusers", configs["scheduler"].get("_class_name")])
+        return replace(
+            self.files,
+            name=str(folder),
+            path=(path := Path(folder)),
+            index=index,
+            components={**self.files.components, **classes, "scheduler": index["scheduler"][1]},
+            configs=configs,
+            folders=lambda component: path / component,
+            overrides={},
         )
 
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:
@@ -410,6 +458,15 @@ class Model:
             for entry in entries
             if (entry.path, entry.segments) not in read
         ]
+
+
+def config_of(record: Any) -> dict[str, Any]:
+    """Return the fields of the first ``Config`` in a record as ``config.json`` has them; none for other records."""
+    values = (record, *getattr(record, "__dict__", {}).values())
+    config = next((value for value in values if isinstance(value, Config)), None)
+    if config is None:
+        return {}
+    return ({"_class_name": config.CLASS} if config.CLASS else {}) | asdict(config)
 
 
 def _as_dtype(entry: Entry, dtype: DType) -> HostArray:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
-from canvax.families.base import Defaults, Family, Model, read_defaults
+from canvax.errors import CheckpointError, HintWarning, InputError, nearest, shown, warn
+from canvax.families.base import Defaults, Family, Model, no_networks, read_defaults
 from canvax.families.known import family_of
+from canvax.models.denoiser import DenoiserWrapper
 from canvax.models.networks import Networks
 from canvax.samplers import Scheduler, from_scheduler_config
 from canvax.samplers.config import KNOWN_CLASSES
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
+
+FLOW = "FlowMatchEulerDiscreteScheduler"
+"""The usual scheduler of a flow model."""
 
 PASSED_OVER = ("safety_checker", "feature_extractor", "image_encoder")
 """Components of a checkpoint that do not affect images by default."""
@@ -78,26 +85,92 @@ def _read_scheduler(family: Family, files: ModelFiles, networks: Networks) -> Sc
 
 
 def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> None:
-    """Check that the schedule is that of a flow if the denoiser predicts the velocity of a flow.
+    """Refuse a schedule that does not fit the prediction of the denoiser.
 
     Raises:
         InputError: an argument of the caller contradicts this.
         CheckpointError: the checkpoint contradicts this.
     """
-    kind, schedule = networks.prediction, scheduler.schedule
-    if kind != "flow_prediction":  # only its scheduler names a UNet's prediction type
-        return
-    if files.overrides.get("prediction_type", kind) != kind:
+    kind = networks.prediction
+    if kind == "flow_prediction" and files.overrides.get("prediction_type", kind) != kind:
         problem = f"does not go with {files.name}, a flow model"
         raise InputError("prediction_type", problem, cure="leave it out", value=files.overrides["prediction_type"])
-    if not schedule.is_flow:
-        name, flow = _scheduler_config(files)["_class_name"], "FlowMatchEulerDiscreteScheduler"
-        problem = f"is for models that predict {schedule.prediction_type}, and {files.name} is a flow model"
+    try:
+        check_scheduler(networks, replace(scheduler, config=_scheduler_config(files)), files.name)
+    except InputError as error:
         if "scheduler" in files.overrides:
-            raise InputError("scheduler", problem, cure=f"leave it out, or take {flow}", value=name)
+            raise
         raise CheckpointError(
-            f"{files}: its scheduler, {name}, {problem}; load it with scheduler={{'_class_name': {flow!r}}}"
-        )
+            f"{files}: its scheduler, {error.value}, {error.problem}; load it with scheduler="
+            f"{{'_class_name': {FLOW!r}}}"
+        ) from None
+
+
+def check_scheduler(networks: Networks, scheduler: Scheduler, name: str) -> None:
+    """Refuse a scheduler that is not of a flow, if the denoiser predicts the velocity of a flow.
+
+    Raises:
+        InputError: the scheduler does not fit the model ``name``.
+    """
+    schedule = scheduler.schedule
+    if (
+        networks.prediction == "flow_prediction" and not schedule.is_flow
+    ):  # only its scheduler names a UNet's prediction
+        problem = f"is for models that predict {schedule.prediction_type}, and {name} is a flow model"
+        raise InputError("scheduler", problem, cure=f"take {FLOW}", value=scheduler.config.get("_class_name"))
+
+
+def unsaved(model: Model, folder: str | Path) -> list[str]:
+    """Return what a model that was saved into a folder loses: sentences, of which there are none for most models.
+
+    The configs are read as ``canvax.load`` reads them, and compared with the model. A family without files loses
+    nothing, since ``canvax.load`` does not read its models.
+    """
+    family, files = model.family, model.files_to_save(folder)
+    if family.read is no_networks:
+        return []
+    lost = []
+    if not model.files.index:  # tokenizers are copied from files
+        without = [each.component for each in model.text.encoders if model.tokenizers.get(each.component) is not None]
+        folders = dict.fromkeys(each.tokenizer for each in model.text.encoders if each.component in without)
+        lost = [f"the tokenizer of {', '.join(without)} is not saved; put its files into "
+                f"{', '.join(map(repr, filter(None, folders))) or 'the folder'}"] if without else []  # fmt: skip
+    try:
+        networks = family.read(files)
+        scheduler = _read_scheduler(family, files, networks)
+    except Exception as error:  # of the family's code
+        return [*lost, f"canvax.load cannot read what is saved: {type(error).__name__}: {error}"]
+    if changed := [*_differences(_records(model.networks), _records(networks))]:
+        cure = "put them into a canvax.extend.Config in the record that the family reads"
+        lost.append(f"values of the networks are not saved; {cure}: {'; '.join(changed)}")
+    if changed := [*_differences(_settings(model.scheduler), _settings(scheduler))]:
+        cure = "put them into its config, or return them from Family.scheduler"
+        lost.append(f"values of the scheduler are not saved; {cure}: {'; '.join(changed)}")
+    return lost
+
+
+def _settings(scheduler: Scheduler) -> dict[str, Any]:
+    """Return the values that a scheduler's config determines."""
+    return {"schedule": scheduler.schedule, "options": scheduler.options, "sampler": scheduler.spec.name}
+
+
+def _records(networks: Networks) -> dict[str, Any]:
+    """Return the records of a model that its files describe."""
+    denoiser: Any = networks.denoiser
+    while isinstance(denoiser, DenoiserWrapper):  # of which a pipeline warns
+        denoiser = denoiser.base
+    encoders = {encoder.component: encoder for encoder in networks.text.encoders}
+    return {**encoders, denoiser.component: denoiser, "vae": networks.vae, "prediction": networks.prediction}
+
+
+def _differences(saved: Any, read: Any, name: str = "") -> Iterator[str]:
+    """Yield the names of values that differ, with both."""
+    if type(saved) is type(read) and not callable(saved) and (isinstance(saved, dict) or hasattr(saved, "__dict__")):
+        one, other = (value if isinstance(value, dict) else vars(value) for value in (saved, read))
+        for each in [field.name for field in fields(saved)] if is_dataclass(saved) else one:
+            yield from _differences(one.get(each), other.get(each), f"{name}.{each}".strip("."))
+    elif not np.array_equal(saved, read) if isinstance(saved, np.ndarray) else repr(saved) != repr(read):
+        yield f"{name} is {shown(saved)}, and {shown(read)} is read"
 
 
 def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> Model:

@@ -118,7 +118,8 @@ class Config:
                 if not any(value == fixed and type(value) is not bool for fixed in cls.FIXED[key]):
                     faults.append(f"{key} = {shown} (supported: {', '.join(map(repr, cls.FIXED[key]))})")
             elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED | _OF_TRAINING and is_on:
-                faults.append(f"{key} = {shown} (unknown field)")
+                cure = "" if cls.__module__.startswith("canvax.") else f"; {cls.__name__}.IGNORED has fields to ignore"
+                faults.append(f"{key} = {shown} (unknown field{cure})")
         if left := sorted(_OF_TRAINING & config.keys()):
             of_training = f"{', '.join(left)}, which are of training and change no image"
             warn(f"{cls.__name__}: config.json has {of_training}", HintWarning)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from canvax.errors import InputError, shown
 from canvax.kernels.target import batch_shards
 from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
 from canvax.models.denoiser import Packing
@@ -157,11 +158,17 @@ def decode_images(
     """Decode latents [B, h, w, C] to images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
 
     If the devices are known, each decodes at most ``DECODE_PIXELS`` at once.
+
+    Raises:
+        InputError: the autoencoder returns other shapes than it declares.
     """
     autoencoder = autoencoder_of(cfg)
 
     def some(latents: Array) -> Array:
-        return jnp.clip(autoencoder.decode(params, latents, tiled=tiled), 0.0, 1.0)
+        images, (batch, height, width, _) = autoencoder.decode(params, latents, tiled=tiled), latents.shape
+        sides = height * autoencoder.factor, width * autoencoder.factor
+        _check_shape(autoencoder, "decode", images, (batch, *sides, channels_of(autoencoder)))
+        return jnp.clip(images, 0.0, 1.0)
 
     pixels = latents.shape[1] * latents.shape[2] * autoencoder.factor**2
     return _in_micro_batches(some, latents, most=max(1, DECODE_PIXELS // pixels))
@@ -177,11 +184,38 @@ def encode_images(
 ) -> tuple[Array, Array]:
     """Encode images [B, H, W, 3] float32 in 0..1 to mean and deviation of latents, [B, h, w, C] float32.
 
-    Both are scaled as the denoiser sees latents.
-
     Both are scaled as the denoiser sees latents. Computed in the dtype of the parameters.
+
+    Raises:
+        InputError: the autoencoder returns other shapes than it declares.
     """
-    return autoencoder_of(cfg).encode(params, images, tiled=tiled)
+    autoencoder, (batch, height, width, _) = autoencoder_of(cfg), images.shape
+    moments = autoencoder.encode(params, images, tiled=tiled)
+    if not isinstance(moments, tuple | list) or len(moments) != 2:
+        problem = f"returns {shown(moments)} from {type(autoencoder).__name__}.encode"
+        raise InputError("vae", problem, cure="return (mean, deviation)")
+    sides = height // autoencoder.factor, width // autoencoder.factor
+    for moment in moments:
+        _check_shape(autoencoder, "encode", moment, (batch, *sides, autoencoder.latent_channels))
+    return moments[0], moments[1]
+
+
+def channels_of(autoencoder: Autoencoder) -> int:
+    """Return the channels of its images; 3 for an autoencoder that does not declare them."""
+    return getattr(autoencoder, "channels", 3)
+
+
+def _check_shape(autoencoder: Autoencoder, method: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Refuse an array that a method of a user's autoencoder returns in another shape.
+
+    Raises:
+        InputError: the shape is another.
+    """
+    if jnp.shape(array) != shape:
+        kind = type(autoencoder).__name__
+        problem = f"returns {shown(array)} from {kind}.{method}, and {[*shape]} follows from its attributes"
+        cure = f"correct one of them, factor={autoencoder.factor} or latent_channels={autoencoder.latent_channels}"
+        raise InputError("vae", problem, cure=cure)
 
 
 def _in_micro_batches(function: Callable[[Array], Array], x: Array, *, most: int) -> Array:

@@ -258,12 +258,16 @@ def applied(denoiser: Denoiser, *arguments: Any) -> tuple[Array, Any]:
     """Call ``denoiser.apply`` of a user.
 
     Raises:
-        InputError: it does not return two things; a batch of two images could be taken for them.
+        InputError: it does not return two things, since a batch of two images could be taken for them, or an output of
+            another shape than the latents.
     """
-    result = denoiser.apply(*arguments)
+    result, (_, latents, *_) = denoiser.apply(*arguments), arguments
     if not isinstance(result, tuple | list) or len(result) != 2:
         problem = f"returned {shown(result)} from {type(denoiser).__name__}.apply"
         raise InputError("denoiser", problem, cure="return (output, memory)")
+    if np.shape(result[0]) != latents.shape:
+        problem = f"returned {shown(result[0])} from {type(denoiser).__name__}.apply for latents {[*latents.shape]}"
+        raise InputError("denoiser", problem, cure="return an output of the same shape")
     return result
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from canvax.errors import InputError
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control
-from canvax.models.decode import Autoencoder, autoencoder_of
+from canvax.models.decode import Autoencoder, autoencoder_of, channels_of
 from canvax.models.denoiser import PERTURBED, ROLES, Denoiser, Packing, Perturbed, Shapes
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec, on_host
@@ -139,8 +139,8 @@ class Networks:
 
     @property
     def image_channels(self) -> int:
-        """Channels of the images: 3, or 4 with alpha; 3 for an autoencoder that does not say."""
-        return getattr(self.autoencoder, "channels", 3)
+        """Channels of the images: 3, or 4 with alpha."""
+        return channels_of(self.autoencoder)
 
     @property
     def image_mode(self) -> str:

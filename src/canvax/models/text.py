@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, shown
 from canvax.models.beside import Places, with_adapters
 from canvax.params import Params, Spec
 from canvax.prompts.grammar import Fragment
@@ -28,6 +28,9 @@ control images, image prompts and references are trees of arrays.
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Shapes and dtypes of arrays, by name."""
+
+Pattern = tuple[int | None, ...]
+"""A shape, with None for axes of any size."""
 
 TextInputs = dict[str, dict[str, Any]]
 """Input arrays [B, ...] of text encoders, by component and name."""
@@ -254,6 +257,13 @@ class TextEncoders:
         features = self._features()
         return features["pooled"].shape[-1] if "pooled" in features else 0
 
+    @property
+    def patterns(self) -> dict[str, Pattern]:
+        """Shape of each condition of one prompt, without [B]; None for axes that grow with the lengths."""
+        some, more = (self._features([times * length for length in self.shortest]) for times in (1, 2))
+        pairs = {name: zip(leaf.shape[1:], more[name].shape[1:], strict=True) for name, leaf in some.items()}
+        return {name: tuple(size if size == grown else None for size, grown in pair) for name, pair in pairs.items()}
+
     def _features(self, lengths: Sequence[int] = ()) -> Shapes:
         return self.conditions(1, [jnp.float32] * len(self.encoders), lengths)
 
@@ -328,13 +338,48 @@ class TextEncoders:
         return text if text.shape[1] == self.rows(lengths) else self.encoders[0].lengthened(text, lengths[0])
 
 
+def fits(shape: Sequence[int], pattern: Pattern) -> bool:
+    """Return whether a shape is of a pattern."""
+    return len(shape) == len(pattern) and all(want in (None, size) for size, want in zip(shape, pattern, strict=True))
+
+
 def encode_each(
     p: Params, inputs: TextInputs, shares: dict[str, Array] | None = None, *, cfg: TextEncoders
 ) -> tuple[Conditions, ...]:
-    """Encode prompts with each encoder; arguments as for ``encode_text``."""
+    """Encode prompts with each encoder; arguments as for ``encode_text``.
+
+    Raises:
+        InputError: an encoder returns other arrays than it declares.
+    """
     if cfg.places is not None and shares is not None:
         p = {name: with_adapters(p[name], shares[name], spec, cfg.places) for name, spec in cfg.specs.items()}
-    return cfg.encode(p, inputs)
+    outputs = cfg.encode(p, inputs)
+    for encoder, output in zip(cfg.encoders, outputs, strict=True):
+        _check_outputs(encoder, inputs[encoder.component], output)
+    return outputs
+
+
+def _check_outputs(encoder: TextEncoder, inputs: Mapping[str, Any], output: Any) -> None:
+    """Refuse an output that a user's encoder does not declare for these inputs, if it declares the inputs.
+
+    Raises:
+        InputError: names or shapes are others.
+    """
+    read = {name: array.shape[1:] for name, array in inputs.items()}
+    lengths = [
+        length
+        for length in (*encoder.short, *encoder.lengths)
+        if {name: leaf.shape for name, leaf in encoder.inputs(length).items()} == read
+    ]
+    declared = [{name: leaf.shape for name, leaf in encoder.outputs(length, jnp.float32).items()} for length in lengths]
+    has_names = isinstance(output, Mapping)
+    got = {name: jnp.shape(array)[1:] for name, array in output.items()} if has_names else shown(output)
+    if declared and got not in declared:
+        kind = type(encoder).__name__
+        problem = (
+            f"{encoder.component} returns {shown(got)} from {kind}.encode, and {kind}.outputs declares {declared[0]}"
+        )
+        raise InputError("text", problem, cure="let both have the same names and shapes")
 
 
 def encode_text(

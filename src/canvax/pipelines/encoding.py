@@ -125,7 +125,8 @@ def encode(
     def conditions_for(negative: bool) -> Conditions:
         arrays: Mapping[str, Any]
         if (embeds := request.embeds[negative]) is not None:
-            arrays = embeds | {"text": text.lengthened(embeds["text"], lengths)}
+            arrays = {name: _padded(array, shapes[name].shape) for name, array in embeds.items() if name != "text"}
+            arrays |= {"text": text.lengthened(embeds["text"], lengths)}
         elif not is_read(negative):
             names = text.conditions(1, [np.float32] * len(text.encoders))
             arrays = {name: np.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
@@ -136,10 +137,16 @@ def encode(
         }
         if model.networks.embeds_guidance:
             conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
-        return conditions | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
+        sizes = {name: np.tile(row, (batch, *(1 for _ in row.shape))) for name, row in numbers[negative].items()}
+        return conditions | {name: put(array, split) for name, array in sizes.items()}
 
     made = {row: tuple(conditions_for(negative) for _, negative in half) for row, half in halves.items()}
     return Encoded(made.pop(0), made)
+
+
+def _padded(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Return an array [n, ...] with zeros, or False, up to a shape [B, ...]."""
+    return np.pad(array, [(0, 0), *((0, want - size) for size, want in zip(array.shape[1:], shape[1:], strict=True))])
 
 
 def _stacked(rows: Sequence[tuple[Any, Any]]) -> Any:

@@ -22,7 +22,7 @@ from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.denoiser import evaluate
-from canvax.models.text import SECOND, Conditions, encode_each, encode_text
+from canvax.models.text import SECOND, Conditions, encode_each, encode_text, fits
 from canvax.noise import seed_keys
 from canvax.parallel.mesh import replicated
 from canvax.parallel.place import on_devices
@@ -83,7 +83,7 @@ def _completed(
 ) -> dict[str, Any]:
     """Add the conditions of the size, and the guidance scale for a network that reads it, to those of texts."""
     count = len(conditions["text"])
-    added = {name: jnp.tile(jnp.asarray(row), (count, 1)) for name, row in numbers.items()}
+    added = {name: jnp.broadcast_to(jnp.asarray(row)[None], (count, *row.shape)) for name, row in numbers.items()}
     if model.networks.embeds_guidance:
         added["guidance"] = jnp.full(count, guidance, jnp.float32)
     return {**conditions, **added}
@@ -191,15 +191,18 @@ def _weights(model: Model, params: Any, component: str) -> Params:
     return on_devices(params[component])
 
 
-def numbers(name: str, value: Any) -> Array:
-    """Return ``value`` as an array of real numbers, traced or not."""
+def numbers(name: str, value: Any, *, flags: bool = False) -> Array:
+    """Return ``value`` as an array of real numbers, or of booleans if they are ``flags``; traced or not."""
+    kinds, wanted = (jnp.floating, jnp.integer), "a number or an array of real numbers"
+    if flags:
+        kinds, wanted = (jnp.bool_,), "an array of booleans"
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of text, None, ragged lists, lists of deleted arrays
         array = None
-    if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+    if array is None or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}"
-        raise InputError(name, f"is {kind}, not a number or an array of real numbers")
+        raise InputError(name, f"is {kind}, not {wanted}")
     return array
 
 
@@ -243,6 +246,8 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
     loop = networks.packing.shape(networks.latent_shape(count, *model.native_size))
     shapes = {**text, **networks.denoiser.inputs(loop, text, jnp.dtype).conditions}
+    patterns = {name: (*(None for _ in leaf.shape[1:-1]), *leaf.shape[1:][-1:]) for name, leaf in shapes.items()}
+    patterns |= networks.text.patterns
     if unknown := sorted(map(repr, conditions.keys() - {*shapes, "role"})):
         raise InputError("conditions", f"has {', '.join(unknown)}, which {model.name} does not read", cure=cure)
     for name, leaf in shapes.items():
@@ -250,8 +255,7 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
             if name == "guidance":  # the network does without
                 continue
             raise InputError("conditions", f"has no {name!r}", cure=cure)
-        array, (_, *rest) = numbers(f"conditions[{name!r}]", conditions[name]), leaf.shape
-        alike = array.ndim == leaf.ndim and len(array) in (1, count)
-        if not alike or (rest and array.shape[-1] != rest[-1]):
-            shape = f"[{', '.join([str(count), *['T'] * (len(rest) - 1), *map(str, rest[-1:])])}]"
+        array = numbers(f"conditions[{name!r}]", conditions[name], flags=leaf.dtype == jnp.bool_)
+        if not (array.ndim and len(array) in (1, count) and fits(array.shape[1:], patterns[name])):
+            shape = f"[{', '.join([str(count), *('T' if size is None else str(size) for size in patterns[name])])}]"
             raise InputError("conditions", f"has {name!r} of shape {array.shape}, not {shape}", cure=cure)

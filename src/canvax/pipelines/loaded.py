@@ -24,7 +24,7 @@ from canvax.familiar import SAVE, accepts
 from canvax.families.base import Model
 from canvax.families.known import family_of
 from canvax.families.local_models import completed
-from canvax.families.read import read_model
+from canvax.families.read import read_model, unsaved
 from canvax.files import named_path
 from canvax.guidance import rule_of
 from canvax.models.denoiser import DenoiserWrapper
@@ -204,6 +204,8 @@ class LoadedModel:
                 self.model.save(
                     folder, params, dtype=None if dtype is None else parse_dtype(dtype), overwrite=overwrite
                 )
+                for problem in unsaved(self.model, folder):
+                    warn(f"{folder}: {problem}", HintWarning)
         return Path(folder)
 
     save_pretrained = save

@@ -21,6 +21,7 @@ from canvax.compile.programs import Programs
 from canvax.errors import HintWarning, InputError, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Family, Model
+from canvax.families.read import check_scheduler
 from canvax.models.beside import ADAPTERS
 from canvax.models.denoiser import Denoiser
 from canvax.models.networks import Networks
@@ -534,6 +535,11 @@ def pipeline_of(
     denoiser = networks.denoiser.component
     if not isinstance(params, Mapping) or denoiser not in params:
         raise InputError("params", f"have no {denoiser!r}", cure="give the parameters of each component by name")
+    check_scheduler(networks, scheduler, name)
+    for encoder in networks.text.encoders:
+        if encoder.tokenizer and (tokenizers or {}).get(encoder.component) is None:
+            problem = f"has none for {encoder.component!r}, which reads text with {encoder.tokenizer!r}"
+            raise InputError("tokenizers", problem, cure="give one by the component's name")
     model = Model(
         files=ModelFiles.none(name),
         family=family,

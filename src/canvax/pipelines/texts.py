@@ -16,7 +16,7 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.images.infotext import without_networks
-from canvax.models.text import SECOND, TextEncoders
+from canvax.models.text import SECOND, TextEncoders, fits
 from canvax.pipelines.options import Options
 from canvax.pipelines.references import References
 from canvax.prompts import PromptSyntax, check_weight, fragments, parts_of, schedule_of
@@ -179,9 +179,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     Raises:
         InputError: arrays are missing, of other shapes or not finite.
     """
-    text = model.text
-    declared = text.conditions(1, [np.float32] * len(text.encoders))
-    shapes = {part: ("n", *("k" for _ in leaf.shape[1:-1]), *leaf.shape[1:][-1:]) for part, leaf in declared.items()}
+    text, shapes = model.text, model.text.patterns
     embeds: Embeds = {}
     if isinstance(value.get("prompt"), str):
         raise InputError(name, "is a table of settings", cure="write pipe(**settings), or give the prompt's text alone")
@@ -190,22 +188,25 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
         if model.networks.denoiser.component in value:  # pipe(prompt, params, key), as in diffusers' Flax
             raise InputError(name, "is a model's weights", cure="a pipeline has its own, others are given as {params}")
         raise InputError(name, f"has unknown keys: {', '.join(unknown)}", cure="give what pipe.encode returns")
-    for part, shape in shapes.items():
+    for part, pattern in shapes.items():
         if part not in value:
             raise InputError(name, f"has no {part!r}", cure="give what pipe.encode returns")
         array = np.asarray(value[part])
-        if array.ndim != len(shape) or array.shape[1:][-1:] != shape[1:][-1:] or not len(array):
-            raise InputError(
-                name, f"has {part!r} of shape {array.shape}, not {shape}", cure="give what pipe.encode returns"
-            )
+        if not (array.ndim and len(array) and fits(array.shape[1:], pattern)):
+            shape = ", ".join(["n", *("k" if size is None else str(size) for size in pattern)])
+            problem = f"has {part!r} of shape {array.shape}, not ({shape})"
+            raise InputError(name, problem, cure="give what pipe.encode returns")
         if not np.isfinite(array.astype(np.float32)).all():
             raise InputError(name, f"has {part!r} with values that are not finite")
         embeds[part] = array
     if len({len(array) for array in embeds.values()}) > 1:
         raise InputError(name, "has arrays of several lengths", cure="give an entry of each for each image")
-    if text.lengths_of(rows := embeds["text"].shape[1]) is None:
-        usual = declared["text"].shape[1]
-        raise InputError(name, f"has {rows} tokens, not a multiple of {usual}")
+    if (lengths := text.lengths_of(rows := embeds["text"].shape[1])) is None:
+        raise InputError(name, f"has {rows} tokens, not a multiple of {text.rows(text.shortest)}")
+    for part, leaf in text.conditions(1, [np.float32] * len(text.encoders), lengths).items():
+        if embeds[part].shape[1:] != leaf.shape[1:]:
+            problem = f"has {part!r} of shape {embeds[part].shape}, and its text has {rows} rows"
+            raise InputError(name, problem, cure="give what pipe.encode returns")
     return embeds
 
 

@@ -62,6 +62,7 @@ class Entry:
         stamp: ``file_stamp`` of the file whose header was read.
         decode: for quantised arrays, the conversion to numbers.
         companions: arrays that ``decode`` reads, such as scales.
+        stored_as: name in the file, for errors of loading, which changes ``name``.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Entry:
     stamp: tuple[int, ...] = ()
     decode: Decode | None = None
     companions: Mapping[str, Entry] = field(default_factory=dict, hash=False)
+    stored_as: str = field(default="", compare=False)
 
     @property
     def nbytes(self) -> int:

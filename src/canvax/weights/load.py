@@ -288,7 +288,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
     scales = {scale_of(name, declared) for name in declared}  # made while loading, not stored in files
     wanted = {name: param for name, param in declared.items() if name not in scales}
     try:
-        entries = part.entries(files.entries(part.name))
+        entries = part.entries([replace(entry, stored_as=entry.name) for entry in files.entries(part.name)])
     except CheckpointError as error:
         faults.unreadable.append(str(error))
         return {}
@@ -298,7 +298,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
     inside, folder = (f"{part.name}.", f"{part.name}/") if part.name else ("", "")
     for entry in entries:
         name = known.get(entry.name)
-        where = f"{entry.name} in {folder}{entry.path.name}"
+        where = f"{entry.stored_as} in {folder}{entry.path.name}"
         if name is None:
             if not LEFTOVER.fullmatch(entry.name.replace("/", ".")):
                 faults.unused.append(f"{where} {entry.shape}")
