@@ -24,6 +24,8 @@ os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no oth
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell began the run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup began it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # JAX keeps what it compiles in one folder for a run, its workers and the processes that tests start. The first of them
 # makes it. A program that comes from it counts as compiled (canvax.compile.monitor): tests of recompiling see it.
