@@ -100,18 +100,18 @@ def test_the_solver_of_the_page_is_ddim() -> None:
 
 
 def test_the_page_of_a_new_family() -> None:
-    """It shows all of the example, and the blocks after it run; a network of one's own takes 25 public lines."""
-    *shown, own, packed, _, _ = blocks(ROOT / "docs" / "new-family.md")
+    """It shows the whole example, and the blocks after it run; the network of the toy model takes 25 public lines."""
+    *shown, toy, packed, _, _ = blocks(ROOT / "docs" / "new-family.md")
     example = (ROOT / "examples" / "new_family.py").read_text("utf-8")
     code = [line for block in shown for line in block.splitlines() if line]
     assert code == [line for line in example.splitlines()[1:] if line]
     names: dict[str, Any] = {}
     exec(shown[0], names)
-    exec(own, names)
+    exec(toy, names)
     assert np.abs(np.asarray(names["image"], np.int32)).max() > 0
-    assert len([line for line in own.splitlines() if line.strip()]) <= 25
-    assert set(re.findall(r"from (canvax\S*)", own)) == {"canvax.extend", "canvax.nn"}
-    assert not re.findall(r"\b_[a-z]", own + packed)
+    assert len([line for line in toy.splitlines() if line.strip()]) <= 25
+    assert set(re.findall(r"from (canvax\S*)", toy)) == {"canvax.extend", "canvax.nn"}
+    assert not re.findall(r"\b_[a-z]", toy + packed)
     exec(packed, names)
     tokens = names["tokens"]
     pipe = names["pipe"].with_denoiser(tokens, init_params(tokens.spec, seed=0))

@@ -301,23 +301,24 @@ def unguided(model: Model) -> dict[str, Any]:
     return asked | ({"image": ONE} if model.name in ("flux3", "qwen", "qwen-edit") else {})
 
 
-@pytest.mark.parametrize(("model", "spelling", "beside"), [
-    pytest.param(name, spelling, beside, marks=[
+@pytest.mark.parametrize(("model", "spelling", "in_slots"), [
+    pytest.param(name, spelling, in_slots, marks=[
         *[SLOW] * (spelling != "peft" and (name, spelling) != ("flux3", "comfy")),
-        *[WEEKLY] * (beside and name in ("chroma", "anima")),  # a network of FLUX.1's; see the adapter of texts
+        # Chroma shares FLUX.1's network, and another test has the text adapter of Anima.
+        *[WEEKLY] * (in_slots and name in ("chroma", "anima")),
     ])
     for name in ("z-image", "flux2", "flux3", "krea2", "qwen", "qwen-1", "flux-dev", "chroma", "anima")
-    for spelling, beside in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
-    if (name, beside) != ("flux3", True)
+    for spelling, in_slots in (("peft", False), ("comfy", False), ("kohya", False), ("comfy", True))
+    if (name, in_slots) != ("flux3", True)
 ], indirect=["model"])  # fmt: skip
-def test_lora(model: Model, adapted: Callable[[str], Any], tmp_path: Path, spelling: str, beside: bool) -> None:
-    """Merged and beside the weights; an array that no layer has is an error."""
+def test_lora(model: Model, adapted: Callable[[str], Any], tmp_path: Path, spelling: str, in_slots: bool) -> None:
+    """Merged and in slots; an array that no layer has is an error."""
     want, asked = adapted(model.name), {**unguided(model), **model.small}
     assert_other(model.draw(**asked).pixels, want)
-    pipe, path = model.loaded() if beside else model.ours, tmp_path / "style.safetensors"
-    if beside:
+    pipe, path = model.loaded() if in_slots else model.ours, tmp_path / "style.safetensors"
+    if in_slots:
         pipe.adapters.beside(rank=4)
-    pipe.adapters.load("style", model.lora(path, spelling), beside=beside)
+    pipe.adapters.load("style", model.lora(path, spelling), beside=in_slots)
     got = model.draw(pipe, **asked)
     pipe.adapters.remove("style")
     assert_near(got.pixels, want, of=f"the reference with the adapter as {spelling}")
@@ -642,7 +643,7 @@ def test_guided_editing(model: Model) -> None:
 
 @over("qwen", "qwen-edit")
 def test_edited_images_are_the_same_alone_and_in_a_batch(model: Model) -> None:
-    """Also beside a prompt of another length; what is made ahead is used."""
+    """Also in a batch with a prompt of another length. References that are encoded ahead are used."""
     model.ours.compile(*model.record.size, 2, references=[(image.height, image.width) for image in TWO], progress=False)
     asked: dict[str, Any] = {"image": TWO, "num_inference_steps": 2, "options": QUIET, **model.small}
     prompts = ["a fox", "a hen on a hill"]

@@ -1,4 +1,4 @@
-"""Of transformers against diffusers, beside whole pipelines: the guidance of FLUX.2 dev, and far positions."""
+"""Transformers against diffusers, where whole pipelines do not reach: the guidance of FLUX.2 dev, far positions."""
 
 from __future__ import annotations
 

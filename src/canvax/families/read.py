@@ -113,9 +113,8 @@ def check_scheduler(networks: Networks, scheduler: Scheduler, name: str) -> None
         InputError: the scheduler does not fit the model ``name``.
     """
     schedule = scheduler.schedule
-    if (
-        networks.prediction == "flow_prediction" and not schedule.is_flow
-    ):  # only its scheduler names a UNet's prediction
+    # The prediction type of a UNet is that of its scheduler.
+    if networks.prediction == "flow_prediction" and not schedule.is_flow:
         problem = f"is for models that predict {schedule.prediction_type}, and {name} is a flow model"
         raise InputError("scheduler", problem, cure=f"take {FLOW}", value=scheduler.config.get("_class_name"))
 

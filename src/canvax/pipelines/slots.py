@@ -60,7 +60,13 @@ class Shares:
 
 
 class RankTooHigh(InputError):
-    """The rank of an adapter is higher than that of the slots."""
+    """The rank of an adapter is higher than that of the slots.
+
+    Attributes:
+        rank: that of the adapter.
+    """
+
+    rank: int
 
 
 class Bank:
@@ -130,12 +136,10 @@ class Bank:
             )
         if most > self.places.rank:
             larger = f"make them larger with pipe.adapters.beside(rank={bucket(most)}), or " if most <= LARGEST else ""
-            raise RankTooHigh(
-                "adapter",
-                f"has a rank of {most}, and places have {self.places.rank}",
-                cure=f"{larger}load it merged, without beside",
-                value=name,
-            )
+            problem = f"has a rank of {most}, and places have {self.places.rank}"
+            error = RankTooHigh("adapter", problem, cure=f"{larger}load it merged, without beside", value=name)
+            error.rank = most
+            raise error
         return packed
 
     def put(self, place: int, packed: Packed) -> None:

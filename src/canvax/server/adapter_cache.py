@@ -24,7 +24,7 @@ from canvax.models.beside import ADAPTERS, LAYERS, Places, slots
 from canvax.params import Params
 from canvax.pipelines.adapter_files import AdapterFiles, a1111_hash_of, several, sha256_of
 from canvax.pipelines.adapter_weights import Weights, per_image, plain_weight
-from canvax.pipelines.slots import COUNT, LARGEST, Bank, Packed, RankTooHigh, Shares, bucket, rank_of, share_rows
+from canvax.pipelines.slots import COUNT, LARGEST, Bank, Packed, RankTooHigh, Shares, bucket, share_rows
 from canvax.pipelines.texts import tags_of
 from canvax.server.jobs import AdapterCard, Rejected, invalid, unusable
 from canvax.weights.adapter_names import Module, module_table, split_name
@@ -168,8 +168,8 @@ class AdapterCache:
         be used."""
         places, size, cards = self.bank.places, self.bank.bytes / (1 << 20), self.cards()
         line = (
-            f"{sum(not card.fault for card in cards)} adapters may be named; {places.count} places of rank "
-            f"{places.rank}, layers: {places.layers}, beside the weights take up to {size:.0f} MB"
+            f"{sum(not card.fault for card in cards)} adapters can be used; {places.count} slots of rank "
+            f"{places.rank} (layers: {places.layers}) take up to {size:.0f} MB in addition to the weights"
         )
         return "\n".join([line, *unusable(cards, "adapters")])
 
@@ -250,7 +250,7 @@ class AdapterCache:
         try:
             packed = self.bank.pack(name, adapter)
         except InputError as fault:  # its cure is a call of Python
-            rank = rank_of(adapter, self._model) if isinstance(fault, RankTooHigh) else LARGEST + 1
+            rank = fault.rank if isinstance(fault, RankTooHigh) else LARGEST + 1
             cure = f"; start the server with --lora-rank {bucket(rank)}" if rank <= LARGEST else ""
             raise _refused(f"{name!r:.100} {fault.problem}{cure}") from None
         return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), packed)

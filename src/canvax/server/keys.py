@@ -69,7 +69,7 @@ class Keys:
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not text"
                 raise InputError(f"--keys {file}: cannot be read ({reason})") from None
-            # This process needs the group's permission for a file of another user, such as a Secret of Kubernetes.
+            # A Secret of Kubernetes belongs to root, and this process reads it by the permission of its group.
             owned = os.name == "posix" and os.geteuid() in (0, status.st_uid)
             if os.name == "posix" and status.st_mode & (stat.S_IROTH | stat.S_IRGRP * owned):
                 warn(f"--keys {file}: others on this machine can read it; chmod 600 {file}")

@@ -607,9 +607,8 @@ def _proportioned(job_request: JobRequest, model: Model) -> tuple[JobRequest, tu
         return job_request, ()
     width, height = job_request.width or image.width, job_request.height or image.height
     named = [("image", image), *((f"references[{i}]", each) for i, each in enumerate(job_request.references))]
-    hints = []
-    for name, each in named:
-        part = proportioned(each, width, height)
+    parts, hints = [proportioned(each, width, height) for _, each in named], []
+    for (name, each), part in zip(named, parts, strict=True):
         if min(part.width / each.width, part.height / each.height) <= 1 - _LITTLE:
             problem = (
                 f"of {each.width} x {each.height} pixels is cut at its edges to the proportions of {width} x {height}"
@@ -617,7 +616,7 @@ def _proportioned(job_request: JobRequest, model: Model) -> tuple[JobRequest, tu
             hints.append(HintWarning(name, problem))
     if not read:
         cut_mask = None if mask is None else proportioned(mask, width, height)
-        job_request = replace(job_request, image=proportioned(image, width, height), mask=cut_mask)
+        job_request = replace(job_request, image=parts[0], mask=cut_mask)
     return job_request, tuple(hints)
 
 

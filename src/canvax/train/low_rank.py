@@ -130,7 +130,8 @@ def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Laye
     whole |= {module: Layer({module: param}) for module, param in declared.items() if module not in stacked}
     for name, layer in whole.items():
         attention = "heads" in layer.axes
-        transformer = attention or "mlp" in layer.axes or ".attentions." in name  # whose projections have no such axis
+        # The projections of a UNet's transformer blocks have none of these axes.
+        transformer = attention or "mlp" in layer.axes or ".attentions." in name
         block = bool(_IN_BLOCK.search(name))
         if {"attention": attention, "transformer": transformer, "all": block}[layers]:
             yield name, layer
