@@ -414,6 +414,16 @@ def test_the_precision_of_a_context_holds_while_programs_are_made_by_threads() -
     assert at_once([seen]) == [jax.config.jax_default_matmul_precision]
 
 
+def test_a_process_ends_after_its_compilations_if_one_fails() -> None:
+    code = (
+        "import time; from canvax.compile.at_once import at_once\n"
+        "at_once([lambda: 1 / 0, lambda: (time.sleep(0.3), print('compiled'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "compiled\n")
+    assert "ZeroDivisionError" in done.stderr
+
+
 def test_keys_do_not_depend_on_what_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key.environment(ONE)
     monkeypatch.setenv("CANVAX_DEBUG", "1")

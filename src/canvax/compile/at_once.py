@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -24,11 +25,19 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         except BaseException as error:
             result.set_exception(error)
 
+    threads = []
     for call, result in zip(calls, made, strict=True):
         # Not a pool: its threads are waited for when the process ends.
         # In a copy of the context, so that compilations count for the caller.
         target = copy_context().run
-        threading.Thread(target=target, args=(one, call, result), name="canvax compile", daemon=True).start()
-    for result in wait(made, return_when=FIRST_EXCEPTION).done:
-        result.result()  # an error does not wait for the other programs
+        thread = threading.Thread(target=target, args=(one, call, result), name="canvax compile", daemon=True)
+        thread.start()
+        threads.append(thread)
+    try:
+        for result in wait(made, return_when=FIRST_EXCEPTION).done:
+            result.result()  # an error does not wait for the other programs
+    except Exception:
+        for thread in threads:  # but the end of the process does: Python aborts if it ends a thread inside JAX
+            atexit.register(thread.join)
+        raise
     return [result.result() for result in made]
