@@ -297,6 +297,76 @@ def test_clients_of_a_stopped_server(tmp_path: Path) -> None:
     assert all("retry-after" in answer.headers for answer in answers)
 
 
+OVER = {
+    "lost": (JobRequest("x"), {}, {}, Status.DONE, True),
+    "half of it": (JobRequest("x"), {"fetched": True}, {}, Status.DONE, True),
+    "fetched": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.DONE, False),
+    "saved": (JobRequest("x"), {"file": "0.png"}, {"fetched": True}, Status.DONE, False),
+    "answered": (JobRequest("x", awaited=True), {}, {}, Status.DONE, False),
+    "failed": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.FAILED, True),
+    "failure answered": (JobRequest("x", awaited=True), {}, {}, Status.FAILED, False),
+    "cancelled": (JobRequest("x"), {}, {}, Status.CANCELLED, False),
+}
+"""The state of the two images of a job that is over, and whether a stop waits for its client."""
+
+
+@pytest.mark.parametrize("case", OVER)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_stop_waits_for_results_that_are_nowhere_else(case: str, recorded: bool, tmp_path: Path) -> None:
+    ask, first, second, status, waits = OVER[case]
+    with booked(tmp_path / "jobs.db" if recorded else None) as book:
+        job = Job(ask, "a", [Picture(i, i, 64, 64, 4) for i in range(2)], cancel=lambda job: None)
+        accept(book, job)
+        assert not book.unfetched()
+        for picture, values in zip(job.pictures, (first, second), strict=True):
+            vars(picture).update(values)
+        if status is Status.FAILED:
+            book.fail(job, "out_of_memory", "")
+        else:
+            book.end(job, status)
+        assert bool(book.unfetched()) is (waits and not recorded)
+
+
+def test_a_stop_does_not_wait_for_what_is_forgotten() -> None:
+    with booked(None, keep=0.05) as book:
+        accept(book, job := job_of())
+        book.end(job, Status.DONE)
+        assert book.unfetched()
+        until(lambda: not book.unfetched(), 2)
+
+
+def test_a_client_reads_results(tmp_path: Path) -> None:
+    """By a GET of each image; a failure by the job or its events."""
+    with web() as site:
+        done = site.done(site.submit(n=2))
+        for image in done["images"]:
+            site.http.head(image["url"])
+            assert site.engine.book.unfetched()
+            site.http.get(image["url"])
+        assert not site.engine.book.unfetched()
+        site.engine.fails = ("out_of_memory", "too large")
+        for path in ("", "/events"):
+            job = site.submit()
+            until(lambda: not site.engine.jobs())
+            assert site.engine.book.unfetched()
+            site.http.get(f"/api/jobs/{job['id']}{path}")
+            assert not site.engine.book.unfetched()
+
+
+def test_a_job_that_is_over_can_be_deleted(tmp_path: Path) -> None:
+    key, path = {"Idempotency-Key": "k"}, tmp_path / "jobs.db"
+    with web() as site, booked(path) as site.engine.book:
+        done = site.done(site.submit(key, prompt="a secret prompt"))
+        deleted = site.http.delete(f"/api/jobs/{done['id']}")
+        assert deleted.status_code == 200
+        assert (deleted.json()["status"], deleted.json()["images"][0]["url"]) == ("done", None)
+        for method, rest in (("GET", ""), ("GET", "/images/0"), ("DELETE", "")):
+            answer = site.http.request(method, f"/api/jobs/{done['id']}{rest}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "job_not_found")
+        until(lambda: b"secret prompt" not in files_of(path))
+        assert site.submit(key, prompt="another")["id"] != done["id"]
+
+
 def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(tmp_path: Path) -> None:
     with booked(tmp_path / "jobs.db") as book:
         assert book._journal is not None

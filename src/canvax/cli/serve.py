@@ -463,9 +463,14 @@ def answer(
         tell_watchdog(engine.state)
     if signals:
         say(f"{signal.Signals(signals[0]).name}: finishing what was accepted; again to stop at once")
-        draining = threading.Thread(target=engine.drain, args=(drain,), daemon=True)
-        draining.start()
         began = time.monotonic()
+
+        def finish() -> None:
+            if engine.drain(drain):
+                engine.await_fetches(began + drain - time.monotonic())
+
+        draining = threading.Thread(target=finish, daemon=True)
+        draining.start()
         while draining.is_alive() and len(signals) < 2:
             draining.join(_PAUSE)
             tell_watchdog(engine.state)
