@@ -222,6 +222,28 @@ def test_folders_in_a_name_of_a_model_count(site: Web) -> None:
     assert [(one["title"], one["hash"]) for one in listed] == [(name, None) for name in files]
 
 
+def test_a_field_model_that_is_not_used_is_a_hint(site: Web) -> None:
+    """A1111 ignores the field, and clients for several servers send it."""
+    site.engine.cards = CARD, replace(CARD, id="other")
+    for sent, used, hints in ("other", "other", 0), ("nope", "stub", 1), ("", "stub", 0):
+        answer = site.http.post("/sdapi/v1/txt2img", json={"prompt": "x", "model": sent})
+        info = json.loads(answer.json()["info"])
+        assert (info["sd_model_name"], len(info.get("hints", []))) == (used, hints)
+    settings = {"model": "other", "override_settings": {"sd_model_checkpoint": "stub"}}
+    info = json.loads(site.http.post("/sdapi/v1/txt2img", json={"prompt": "x"} | settings).json()["info"])
+    assert (info["sd_model_name"], len(info["hints"])) == ("stub", 1)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "embeddings"])
+def test_files_are_refreshed_for_every_model(site: Web, kind: str) -> None:
+    refreshed = []
+    setattr(site.engine, kind, lambda model, *, refresh=False: refreshed.append((model, refresh)))
+    site.engine.cards = CARD, replace(CARD, id="other")
+    name = "loras" if kind == "adapters" else kind
+    assert site.http.post(f"/sdapi/v1/refresh-{name}").status_code == 200
+    assert refreshed == [("stub", True), ("other", True)]
+
+
 # Operations.
 
 
