@@ -18,6 +18,7 @@ import httpx2 as httpx
 import jax
 import pytest
 
+from canvax._version import __version__
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
 from canvax.cli.serve import answer, byte_count, listen, run, tell_watchdog
@@ -105,7 +106,9 @@ def test_the_start_names_the_devices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     started_with(monkeypatch, "ui", "--port", "0")
-    assert f"devices: {len(jax.devices())} x cpu" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"devices: {len(jax.devices())} x cpu" in said
+    assert __version__ in said
     started_with(monkeypatch, "ui", "--port", "0", "--mesh", "data=1")
     assert "devices: 1 x cpu" in capsys.readouterr().err
     monkeypatch.setattr("canvax.cli.serve._GPU", tmp_path)
@@ -322,7 +325,7 @@ def test_a_drain_that_takes_too_long_fails_what_is_left(tmp_path: Path) -> None:
         assert len(served.lines) == 1  # nothing else was said
 
 
-def test_finished_jobs_are_answered_until_they_are_fetched(tmp_path: Path) -> None:
+def test_finished_jobs_are_answered_until_they_are_fetched() -> None:
     """The second of two servers is stopped with nothing to fetch."""
     for fetches in (2, 0):
         metrics, said = Metrics(), list[str]()

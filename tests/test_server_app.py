@@ -654,6 +654,7 @@ def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptur
     [mine], [refused] = lines("id", "mine"), lines("id", "refused")
     [ended] = [line for line in lines("job", job["id"]) if "outcome" in line]
     assert set(mine) == {"time", "id", "client", "method", "path", "status", "seconds", "job"}
+    assert refused["address"] == "127.0.0.1"
     assert mine["job"] == job["id"]
     assert 0 <= mine["seconds"] < 60
     told = {name: mine[name] for name in ("client", "method", "path", "status")}

@@ -162,6 +162,16 @@ def test_the_engine_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pyte
             assert not thread.is_alive()
 
 
+def test_the_log_names_the_files_of_a_job(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "canvax.server")
+    with booked(None) as book:
+        for name in ("00000-1.png", None):
+            accept(book, job := job_of())
+            job.pictures[0].file = name
+            book.end(job, Status.DONE)
+    assert [json.loads(line).get("files") for line in caplog.messages] == [["00000-1.png"], None]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_prompts_are_logged_where_that_is_asked_for(caplog: pytest.LogCaptureFixture, asked: bool) -> None:
     caplog.set_level(logging.INFO, "canvax.server")
@@ -335,7 +345,7 @@ def test_a_stop_does_not_wait_for_what_is_forgotten() -> None:
         until(lambda: not book.unfetched(), 2)
 
 
-def test_a_client_reads_results(tmp_path: Path) -> None:
+def test_a_client_reads_results() -> None:
     """By a GET of each image; a failure by the job or its events."""
     with web() as site:
         done = site.done(site.submit(n=2))
@@ -346,7 +356,8 @@ def test_a_client_reads_results(tmp_path: Path) -> None:
         assert not site.engine.book.unfetched()
         site.engine.fails = ("out_of_memory", "too large")
         for path in ("", "/events"):
-            job = site.submit()
+            with site.engine.paused():
+                job = site.submit()
             until(lambda: not site.engine.jobs())
             assert site.engine.book.unfetched()
             site.http.get(f"/api/jobs/{job['id']}{path}")

@@ -340,6 +340,7 @@ class JobStore:
             "outcome": outcome, "seconds": round(time.time() - job.created, 3),
         }  # fmt: skip
         line |= {"error": job.error[0]} if job.error else {}
+        line |= {"files": files} if (files := [picture.file for picture in job.pictures if picture.file]) else {}
         return line | (
             {"prompt": job_request.prompt, "negative_prompt": job_request.negative_prompt} if self._log_prompts else {}
         )
