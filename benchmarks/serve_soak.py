@@ -253,7 +253,12 @@ class Soak:
         name, kind = answer.json()["id"], rng.random()
         if kind < 0.15:
             time.sleep(rng.random())
-            self._sent(http, "DELETE", f"/api/jobs/{name}")
+            answer = self._sent(http, "DELETE", f"/api/jobs/{name}")
+            if self.killed and answer.status_code == 404:
+                return  # the server that deleted it was killed before it answered
+            if (status := answer.json().get("status")) in ENDED:
+                self.statuses[status] += 1
+                return  # a second DELETE, or one of a job that was over, has deleted it
         elif kind < 0.4:
             try:
                 with http.stream("GET", f"/api/jobs/{name}/events") as events:

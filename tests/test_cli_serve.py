@@ -9,19 +9,27 @@ import signal
 import socket
 import stat
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import jax
 import pytest
 
+from canvax._version import __version__
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
-from canvax.cli.serve import byte_count, run, tell_watchdog
+from canvax.cli.serve import answer, byte_count, listen, run, tell_watchdog
 from canvax.errors import InputError
 from canvax.images.metadata import read_metadata
-from canvax.server.jobs import State
+from canvax.server.app import Settings, create_app
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.jobs import Job, JobRequest, Picture, State, Status
+from canvax.server.metrics import Metrics
 from tests.support.serve_process import serving
+from tests.support.server_stub import accept
 from tests.support.serving import until
 
 KEY = "a-secret-of-alices"
@@ -98,7 +106,9 @@ def test_the_start_names_the_devices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     started_with(monkeypatch, "ui", "--port", "0")
-    assert f"devices: {len(jax.devices())} x cpu" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"devices: {len(jax.devices())} x cpu" in said
+    assert __version__ in said
     started_with(monkeypatch, "ui", "--port", "0", "--mesh", "data=1")
     assert "devices: 1 x cpu" in capsys.readouterr().err
     monkeypatch.setattr("canvax.cli.serve._GPU", tmp_path)
@@ -246,6 +256,8 @@ def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
             assert int(refused.headers["retry-after"]) >= 1
             told = "".join(events.iter_text())
         assert told.rpartition("event: ")[2].startswith("done")
+        until(lambda: "waiting for clients" in served.said)
+        assert [http.get(f"/api/jobs/{job['id']}/images/{i}").status_code for i in range(2)] == [200, 200]
         assert served.ended() == 0
         assert "SIGTERM: finishing what was accepted" in served.said
         assert "Traceback" not in served.said
@@ -311,6 +323,41 @@ def test_a_drain_that_takes_too_long_fails_what_is_left(tmp_path: Path) -> None:
             assert "the server stopped before the images were done" in told
         assert served.ended() == 0
         assert len(served.lines) == 1  # nothing else was said
+
+
+def test_finished_jobs_are_answered_until_they_are_fetched() -> None:
+    """The second of two servers is stopped with nothing to fetch."""
+    for fetches in (2, 0):
+        metrics, said = Metrics(), list[str]()
+        engine = ImageEngine(["a"], EngineSettings(), metrics, pytest.fail, say=said.append)
+        pictures = [Picture(i, i, 64, 64, 4, data=b"image") for i in range(fetches)]
+        job = Job(JobRequest("x"), "a", pictures, cancel=lambda job: None)
+        if fetches:
+            accept(engine._book, job)
+            engine._book.end(job, Status.DONE)
+        began = time.monotonic()
+        with listen("127.0.0.1", 0) as listener, httpx.Client(timeout=10) as http:
+            base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+            def stop_and_fetch(
+                base: str = base, http: httpx.Client = http, job: Job = job, said: Any = said
+            ) -> list[int]:
+                listener.listen()
+                http.get(f"{base}/health")
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not job.pictures:
+                    return []
+                until(lambda: len(said) == 1)
+                assert http.get(f"{base}/api/jobs/{job.id}").json()["status"] == "done"
+                time.sleep(0.3)
+                return [http.get(f"{base}/api/jobs/{job.id}/images/{i}").status_code for i in range(2)]
+
+            with ThreadPoolExecutor(1) as threads:
+                app = create_app(engine, Settings(), state=engine.readiness, metrics=metrics)
+                client = threads.submit(stop_and_fetch)
+                answer(app, listener, engine, 30.0, lambda text: None)
+                assert client.result(10) == [200] * fetches
+        assert time.monotonic() - began < 5
 
 
 def port_of(process: int) -> int:

@@ -168,8 +168,6 @@ def test_cancelling(site: Web) -> None:
     assert told["status"] == "cancelled"
     assert [one["status"] for one in told["images"]] == ["cancelled"]
     assert events(site.http.get(f"/api/jobs/{job['id']}/events").text)[-1][0] == "cancelled"
-    done = site.done(site.submit())
-    assert site.http.delete(f"/api/jobs/{done['id']}").json()["status"] == "done"
 
 
 def test_a_job_that_fails_says_why(site: Web) -> None:
@@ -222,6 +220,28 @@ def test_folders_in_a_name_of_a_model_count(site: Web) -> None:
         assert chosen(name) is None
     listed = site.http.get("/sdapi/v1/sd-models").json()
     assert [(one["title"], one["hash"]) for one in listed] == [(name, None) for name in files]
+
+
+def test_a_field_model_that_is_not_used_is_a_hint(site: Web) -> None:
+    """A1111 ignores the field, and clients for several servers send it."""
+    site.engine.cards = CARD, replace(CARD, id="other")
+    for sent, used, hints in ("other", "other", 0), ("nope", "stub", 1), ("", "stub", 0):
+        answer = site.http.post("/sdapi/v1/txt2img", json={"prompt": "x", "model": sent})
+        info = json.loads(answer.json()["info"])
+        assert (info["sd_model_name"], len(info.get("hints", []))) == (used, hints)
+    settings = {"model": "other", "override_settings": {"sd_model_checkpoint": "stub"}}
+    info = json.loads(site.http.post("/sdapi/v1/txt2img", json={"prompt": "x"} | settings).json()["info"])
+    assert (info["sd_model_name"], len(info["hints"])) == ("stub", 1)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "embeddings"])
+def test_files_are_refreshed_for_every_model(site: Web, kind: str) -> None:
+    refreshed = []
+    setattr(site.engine, kind, lambda model, *, refresh=False: refreshed.append((model, refresh)))
+    site.engine.cards = CARD, replace(CARD, id="other")
+    name = "loras" if kind == "adapters" else kind
+    assert site.http.post(f"/sdapi/v1/refresh-{name}").status_code == 200
+    assert refreshed == [("stub", True), ("other", True)]
 
 
 # Operations.
@@ -634,6 +654,7 @@ def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptur
     [mine], [refused] = lines("id", "mine"), lines("id", "refused")
     [ended] = [line for line in lines("job", job["id"]) if "outcome" in line]
     assert set(mine) == {"time", "id", "client", "method", "path", "status", "seconds", "job"}
+    assert refused["address"] == "127.0.0.1"
     assert mine["job"] == job["id"]
     assert 0 <= mine["seconds"] < 60
     told = {name: mine[name] for name in ("client", "method", "path", "status")}

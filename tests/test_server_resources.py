@@ -162,6 +162,16 @@ def test_the_engine_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pyte
             assert not thread.is_alive()
 
 
+def test_the_log_names_the_files_of_a_job(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "canvax.server")
+    with booked(None) as book:
+        for name in ("00000-1.png", None):
+            accept(book, job := job_of())
+            job.pictures[0].file = name
+            book.end(job, Status.DONE)
+    assert [json.loads(line).get("files") for line in caplog.messages] == [["00000-1.png"], None]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_prompts_are_logged_where_that_is_asked_for(caplog: pytest.LogCaptureFixture, asked: bool) -> None:
     caplog.set_level(logging.INFO, "canvax.server")
@@ -295,6 +305,77 @@ def test_clients_of_a_stopped_server(tmp_path: Path) -> None:
     ] * 2
     assert [answer.status_code for answer in answers] == [503] * 4
     assert all("retry-after" in answer.headers for answer in answers)
+
+
+OVER = {
+    "lost": (JobRequest("x"), {}, {}, Status.DONE, True),
+    "half of it": (JobRequest("x"), {"fetched": True}, {}, Status.DONE, True),
+    "fetched": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.DONE, False),
+    "saved": (JobRequest("x"), {"file": "0.png"}, {"fetched": True}, Status.DONE, False),
+    "answered": (JobRequest("x", awaited=True), {}, {}, Status.DONE, False),
+    "failed": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.FAILED, True),
+    "failure answered": (JobRequest("x", awaited=True), {}, {}, Status.FAILED, False),
+    "cancelled": (JobRequest("x"), {}, {}, Status.CANCELLED, False),
+}
+"""The state of the two images of a job that is over, and whether a stop waits for its client."""
+
+
+@pytest.mark.parametrize("case", OVER)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_stop_waits_for_results_that_are_nowhere_else(case: str, recorded: bool, tmp_path: Path) -> None:
+    ask, first, second, status, waits = OVER[case]
+    with booked(tmp_path / "jobs.db" if recorded else None) as book:
+        job = Job(ask, "a", [Picture(i, i, 64, 64, 4) for i in range(2)], cancel=lambda job: None)
+        accept(book, job)
+        assert not book.unfetched()
+        for picture, values in zip(job.pictures, (first, second), strict=True):
+            vars(picture).update(values)
+        if status is Status.FAILED:
+            book.fail(job, "out_of_memory", "")
+        else:
+            book.end(job, status)
+        assert bool(book.unfetched()) is (waits and not recorded)
+
+
+def test_a_stop_does_not_wait_for_what_is_forgotten() -> None:
+    with booked(None, keep=0.05) as book:
+        accept(book, job := job_of())
+        book.end(job, Status.DONE)
+        assert book.unfetched()
+        until(lambda: not book.unfetched(), 2)
+
+
+def test_a_client_reads_results() -> None:
+    """By a GET of each image; a failure by the job or its events."""
+    with web() as site:
+        done = site.done(site.submit(n=2))
+        for image in done["images"]:
+            site.http.head(image["url"])
+            assert site.engine.book.unfetched()
+            site.http.get(image["url"])
+        assert not site.engine.book.unfetched()
+        site.engine.fails = ("out_of_memory", "too large")
+        for path in ("", "/events"):
+            with site.engine.paused():
+                job = site.submit()
+            until(lambda: not site.engine.jobs())
+            assert site.engine.book.unfetched()
+            site.http.get(f"/api/jobs/{job['id']}{path}")
+            assert not site.engine.book.unfetched()
+
+
+def test_a_job_that_is_over_can_be_deleted(tmp_path: Path) -> None:
+    key, path = {"Idempotency-Key": "k"}, tmp_path / "jobs.db"
+    with web() as site, booked(path) as site.engine.book:
+        done = site.done(site.submit(key, prompt="a secret prompt"))
+        deleted = site.http.delete(f"/api/jobs/{done['id']}")
+        assert deleted.status_code == 200
+        assert (deleted.json()["status"], deleted.json()["images"][0]["url"]) == ("done", None)
+        for method, rest in (("GET", ""), ("GET", "/images/0"), ("DELETE", "")):
+            answer = site.http.request(method, f"/api/jobs/{done['id']}{rest}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "job_not_found")
+        until(lambda: b"secret prompt" not in files_of(path))
+        assert site.submit(key, prompt="another")["id"] != done["id"]
 
 
 def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ class StubEngine:
     def job(self, name: str, client: str) -> Job | None:
         return self.book.get(name, client)
 
+    def forget(self, job: Job) -> None:
+        self.book.drop(job)
+
     def jobs(self, client: str | None = None) -> Sequence[Job]:
         return [job for job in self.book.open() if client in (None, job.request.client)]
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax._version import __version__
 from canvax.call import LOCATION, PARTS
 from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.compile import check_kept
@@ -146,7 +147,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if opens_page and arguments.port is None and port != PORT:
             say(f"port {PORT} is taken, perhaps by another canvax ui; the images kept in its page are not on this one")
-        say(f"starting on {url}")
+        say(f"version {__version__}, starting on {url}")
         say(_devices(mesh))
         if output is not None:
             say(f"images are saved in {output.absolute()}")
@@ -463,9 +464,14 @@ def answer(
         tell_watchdog(engine.state)
     if signals:
         say(f"{signal.Signals(signals[0]).name}: finishing what was accepted; again to stop at once")
-        draining = threading.Thread(target=engine.drain, args=(drain,), daemon=True)
-        draining.start()
         began = time.monotonic()
+
+        def finish() -> None:
+            if engine.drain(drain):
+                engine.await_fetches(began + drain - time.monotonic())
+
+        draining = threading.Thread(target=finish, daemon=True)
+        draining.start()
         while draining.is_alive() and len(signals) < 2:
             draining.join(_PAUSE)
             tell_watchdog(engine.state)

@@ -361,7 +361,10 @@ class _Session:
         # One that was interrupted gives what is finished.
         done = [picture for picture in job.pictures if picture.data]
         images = [picture.data for picture in done] if body.send_images is not False else []
-        info = await run_in_threadpool(info_of, job, body, card, done)
+        hints = [f"{name} of override_settings is not applied" for name in _not_applied(body.override_settings or {})]
+        if body.model and self.called(body.model) != card:
+            hints.append(f"model={shown(body.model)} is not used, {card.id} is; see /sdapi/v1/sd-models")
+        info = await run_in_threadpool(info_of, job, body, card, done, hints)
         answer = {"images": images, "parameters": parameters_of(body), "info": info}
         return json_answer(answer, model_header(job))
 
@@ -450,8 +453,9 @@ class _Session:
             for card in cards if not card.fault
         ])  # fmt: skip
 
-    async def refresh(self, kind: Literal["adapters", "embeddings"], request: Request) -> Response:
-        await reading(partial(getattr(self.engine, kind), self.card(client_of(request)).id, refresh=True))
+    async def refresh(self, kind: Literal["adapters", "embeddings"], _: Request) -> Response:
+        for card in self.engine.models():
+            await reading(partial(getattr(self.engine, kind), card.id, refresh=True))
         return json_answer(None)
 
     async def embeddings(self, request: Request) -> Response:
@@ -951,7 +955,7 @@ def parameters_of(body: TextToImage) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in left_out}
 
 
-def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture]) -> str:
+def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture], hints: Sequence[str]) -> str:
     """Return the JSON text that clients read seeds and settings of the images from."""
     job_request = job.request
     sampler = job_request.sampler or card.sampler or ""
@@ -960,8 +964,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
     picture = pictures[0] if pictures else job.pictures[0]
     negative = job_request.negative_prompt or ""
     subseed = job_request.options.get("variation_seed", -1)
-    unread = [f"{name} of override_settings is not applied" for name in _not_applied(body.override_settings or {})]
-    hints = [*unread, *job.hints]
+    hints = [*hints, *job.hints]
     info = {
         "prompt": job_request.prompt,
         "all_prompts": [job_request.prompt] * len(pictures),

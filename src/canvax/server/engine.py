@@ -49,6 +49,9 @@ log = logging.getLogger("canvax.server")
 _TELLING = 50
 """Places in the queue are sent again after this many times what sending them takes."""
 
+_PAUSE = 0.1
+"""Seconds between two looks at what clients have fetched."""
+
 INPUT_BYTES = 1 << 30
 """Bytes of the decoded input images of all jobs that are not over."""
 MOST_FAULTS = 10
@@ -177,6 +180,10 @@ class ImageEngine:
             check_ready(self.state)
         return [job for job in self._book.open() if client in (None, job.request.client)]
 
+    def forget(self, job: Job) -> None:
+        """See ``Engine``."""
+        self._book.drop(job)
+
     def drain(self, seconds: float) -> bool:
         """Accept no more jobs and finish the accepted ones. Return if all were done in time; the others fail."""
         with self._wake:
@@ -190,6 +197,15 @@ class ImageEngine:
             for job in self.jobs():
                 self._book.fail(job, "draining", _STOPPED, resumes=True)
         return done
+
+    def await_fetches(self, seconds: float) -> None:
+        """Wait after ``drain``, at most so many seconds, until clients have fetched the results that no file holds."""
+        end = time.monotonic() + seconds
+        with self._wake:
+            if jobs := self._book.unfetched():
+                self._say(f"waiting for clients to fetch finished jobs: {len(jobs)}")
+            while self._book.unfetched() and not self._closed and (left := end - time.monotonic()) > 0:
+                self._wake.wait(min(_PAUSE, left))
 
     def close(self, seconds: float = 60.0) -> None:
         """Stop at once. Jobs in a journal continue after the next start.

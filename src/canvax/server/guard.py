@@ -308,12 +308,16 @@ def _host(header: str) -> str:
 
 
 def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
-    """Log one JSON object, without query strings and headers, since they may contain keys by mistake."""
+    """Log one JSON object, without query strings and headers, since they may contain keys by mistake.
+
+    An address is personal data: only a refusal for lack of rights has it, so that it can be blocked.
+    """
     line = {
         "time": now(),
         "id": state["request_id"], "client": state["client"], "method": scope["method"], "path": scope["path"][:200],
         "status": status, "seconds": round(seconds, 4), **state.get("log", {}),
     }  # fmt: skip
+    line |= {"address": scope["client"][0]} if status in (401, 403) and scope.get("client") else {}
     log.info(json.dumps(line))
 
 

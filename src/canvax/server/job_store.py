@@ -299,13 +299,25 @@ class JobStore:
         with self.lock:
             for when, job in reversed(list(self._over.values())):
                 held += sum(len(picture.data or b"") for picture in job.pictures)
-                if held > KEPT_BYTES or now - when > self._keep:
-                    del self._over[job.id]
-                    if self._once.get(key := (job.request.client, job.request.once or "")) is job:
-                        del self._once[key]
-                    gone += [] if job.parked else [job]
-            if self._journal and gone:
-                self._write_later(self._journal.forget, *gone)
+                gone += [job] if held > KEPT_BYTES or now - when > self._keep else []
+            self.drop(*gone)
+
+    def drop(self, *jobs: Job) -> None:
+        """Drop jobs that are over."""
+        with self.lock:
+            gone = [job for job in jobs if self._over.pop(job.id, None)]
+            for job in gone:
+                if self._once.get(key := (job.request.client, job.request.once or "")) is job:
+                    del self._once[key]
+            recorded = [job for job in gone if not job.parked]
+            if self._journal and recorded:
+                self._write_later(self._journal.forget, *recorded)
+
+    def unfetched(self) -> Sequence[Job]:
+        """Return the jobs that are over, whose results would be lost if the process ended."""
+        with self.lock:
+            self.forget()
+            return [] if self._journal else [job for _, job in self._over.values() if not job.fetched]
 
     def _forgets(self) -> float:
         """Return the seconds until a job has been kept long enough."""
@@ -328,6 +340,7 @@ class JobStore:
             "outcome": outcome, "seconds": round(time.time() - job.created, 3),
         }  # fmt: skip
         line |= {"error": job.error[0]} if job.error else {}
+        line |= {"files": files} if (files := [picture.file for picture in job.pictures if picture.file]) else {}
         return line | (
             {"prompt": job_request.prompt, "negative_prompt": job_request.negative_prompt} if self._log_prompts else {}
         )

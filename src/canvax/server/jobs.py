@@ -205,6 +205,7 @@ class Picture:
         metadata: the settings that give it again, as in ``canvax.Result.metadata``.
         file: its name in the server's folder of images; None if it is not saved there.
         not_kept: why it could not be saved there; None where it was, or where the server saves none.
+        fetched: whether a client has fetched the file.
     """
 
     index: int
@@ -218,6 +219,7 @@ class Picture:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     file: str | None = None
     not_kept: str | None = None
+    fetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,8 @@ class Job:
         """True if the next process that opens the journal continues the job; nothing more happens in this one."""
         self.error: tuple[str, str] | None = None
         """Code and message of a job that failed."""
+        self.read = False
+        """True if its client has read that it is over."""
         self.ahead = 0
         """Count of images that come before the job."""
         self.waits_for = ""
@@ -301,6 +305,13 @@ class Job:
     def over(self) -> bool:
         """True if nothing more will happen in this process."""
         return self.status.over or self.parked
+
+    @property
+    def fetched(self) -> bool:
+        """True if the job is over, and its client needs nothing more from the memory of this process."""
+        if self.request.awaited or self.status is Status.CANCELLED:
+            return True
+        return self.read if self.error else all(picture.fetched or picture.file for picture in self.pictures)
 
     @property
     def looked_at(self) -> bool:
@@ -607,6 +618,10 @@ class Engine(Protocol):
         Raises:
             Rejected: the jobs of the journal are still to be read, and this may be one of them.
         """
+        ...
+
+    def forget(self, job: Job) -> None:
+        """Forget a job that is over, its images and its Idempotency-Key. Waits for the engine's lock."""
         ...
 
     def jobs(self, client: str | None = None) -> Sequence[Job]:

@@ -182,17 +182,22 @@ def routes(engine: Engine) -> list[ApiPath]:
         return json_answer(job_json(job_of(request)))
 
     async def cancel(request: Request) -> Response:
-        await cancelled(job := job_of(request))
-        return json_answer(job_json(job))
+        if not (job := job_of(request)).status.over:
+            await cancelled(job)
+            return json_answer(job_json(job))
+        await run_in_threadpool(engine.forget, job)
+        answer = job_json(job)
+        return json_answer(answer | {"images": [image | {"url": None} for image in answer["images"]]})
 
     async def image(request: Request) -> Response:
         job, index = job_of(request), request.path_params["index"]
-        data = next((picture.data for picture in job.pictures if str(picture.index) == index), None)
-        if data is None:
+        picture = next((picture for picture in job.pictures if str(picture.index) == index), None)
+        if picture is None or picture.data is None:
             message = f"image {index!r:.80} is not there, or not yet; the job lists the urls of those that are done"
             raise Rejected(404, "image_not_found", message)
+        picture.fetched |= request.method == "GET"
         headers = {"Cache-Control": "private, max-age=600, immutable"}
-        return Response(data, headers=headers, media_type=MEDIA_TYPES[job.request.format])
+        return Response(picture.data, headers=headers, media_type=MEDIA_TYPES[job.request.format])
 
     async def events(request: Request) -> Response:
         # The job continues when its watcher disconnects: only DELETE cancels it.
@@ -217,7 +222,12 @@ def routes(engine: Engine) -> list[ApiPath]:
             POST=Operation(new_job, "Begin a job.", NewJob, images=True, status=202),
             GET=Operation(jobs, "The client's jobs that are not over, oldest first."),
         ),
-        ApiPath("/api/jobs/{name}", error, GET=Operation(one_job, "A job."), DELETE=Operation(cancel, "Cancel a job.")),
+        ApiPath(
+            "/api/jobs/{name}",
+            error,
+            GET=Operation(one_job, "A job."),
+            DELETE=Operation(cancel, "Cancel a job; delete one that is over."),
+        ),
         ApiPath("/api/jobs/{name}/events", error, GET=Operation(events, "Its events, as they happen.")),
         ApiPath("/api/jobs/{name}/images/{index}", error, GET=Operation(image, "One of its images.")),
         ApiPath("/api/inspect", error, POST=Operation(inspect, how, bytes, images=True)),
@@ -235,7 +245,8 @@ def error(refused: Rejected, request_id: str) -> Response:
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """Return a job as JSON values."""
+    """Return a job as JSON values, for its client."""
+    job.read |= job.status.over
     code_message = job.error and {"code": job.error[0], "message": job.error[1]}
     return {
         "id": job.id,

@@ -19,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from canvax._version import __version__
 from canvax.compile import monitor
 from canvax.compile.aot import Build
+from canvax.compile.kinds import PROGRAMS
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -82,6 +83,8 @@ class Metrics:
         self.oldest = gauge("canvax_writing_seconds", "The longest that the file of an image has taken until now.")
         self._compiled = count("canvax_programs_compiled_total", "Programs that canvax compiled.", ["program"])
         self._compile_seconds = count("canvax_compile_seconds_total", "Seconds of that.", ["program"])
+        for program in PROGRAMS:
+            self._compiled.labels(program)
         all_compiled = gauge("canvax_compilations", "All that JAX has compiled in this process.")
         all_compiled.set_function(monitor.compilations)
         self.memory = gauge("canvax_device_memory_bytes", "In use, for each device that tells.", ["device"])
