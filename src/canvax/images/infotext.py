@@ -41,6 +41,8 @@ _UPSCALERS = {"latent": "Latent", "pixel": "Lanczos"}
 """A1111's upscalers that equal canvax's methods of enlarging a first pass."""
 _FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model hash", "Model")
 """A1111's order of the settings that every image has."""
+_DISTILLED = "Distilled CFG Scale"
+"""Forge's name of the scale that FLUX.1 reads as an input."""
 _CFG_PP, _OF_LAMBDA = "DDIM CFG++", 12.5
 """A1111's sampler with CFG++, and the CFG scale that is a lambda of 1 there."""
 _FEWEST = 3
@@ -214,6 +216,11 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         metadata["sampler"], options["guidance_method"] = "DDIM", "cfg_pp"
         if "guidance_scale" in metadata:
             metadata["guidance_scale"] = round(metadata["guidance_scale"] / _OF_LAMBDA, 6)
+    embedded: dict[str, float] = {}
+    _take(settings, _DISTILLED, float, embedded, "guidance_scale")
+    if embedded and metadata.get("guidance_scale", 1) != 1:
+        options["true_cfg_scale"] = metadata["guidance_scale"]
+    metadata |= embedded
     _take(settings, "Model", str, metadata, "model")
     if settings.get("VAE", "none").lower() not in ("none", "automatic"):
         metadata["vae"] = settings["VAE"]
