@@ -454,6 +454,20 @@ def test_a_strength_is_written_for_a1111() -> None:
     assert "Denoising strength" not in to_infotext(METADATA)
 
 
+def test_masks_and_control_images_are_written_for_a1111() -> None:
+    networks = {"controlnet": ["./edges.safetensors", "owner/pose", "depth"], "control_sha256": ["ab", None, "cd"]}
+    options = {"padding_mask_crop": 32, "mask_blur": 4.0, "mask_fill": "noise", "control_scale": [0.5, 1, 0.8]}
+    metadata = METADATA | networks | {"mask_sha256": "ab", "options": options | {"control_mode": "prompt"}}
+    read = parts_of(to_infotext(metadata))[2]
+    written = {"Mask blur": "4", "Inpaint area": "Only masked", "Masked area padding": "32"}
+    assert read.items() >= (written | {"Masked content": "latent noise"}).items()
+    end = "Guidance Start: 0.0, Guidance End: 1.0, Control Mode: My prompt is more important"
+    assert read["ControlNet 0"] == f"Module: none, Model: edges, Weight: 0.5, {end}"
+    assert read["ControlNet 1"] == f"Module: none, Model: depth, Weight: 0.8, {end}"
+    assert "ControlNet 2" not in read
+    assert parts_of(to_infotext(METADATA | {"mask_sha256": "ab"}))[2].items() >= {"Mask blur": "0"}.items()
+
+
 def test_samplers_come_back_from_infotext() -> None:
     for spec, curve in itertools.product(SAMPLERS, ("", "_karras")):
         if curve and not spec.curves:
