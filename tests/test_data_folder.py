@@ -400,7 +400,6 @@ def test_an_image_of_a1111_names_its_vae(
         ("<lora:ink>", [], ["ink:1.0"]),
         ("<lora:ink:0.8>", ["--lora", "ink.safetensors:0.3"], ["ink.safetensors:0.3"]),
         ("<lora:ink:0.8>", ["--lora", "style/twice"], ["style/twice", "ink:0.8"]),
-        ("<lora:ink:0.5:0.8>", [], []),  # --lora takes one number
         ("<lora:twice:0.8>", [], []),  # two files
         ("<lora:deliberate_v2:0.8>", [], []),  # a model
         ("<lora:../Lora/style/ink:0.8>", [], []),
@@ -424,6 +423,26 @@ def test_an_image_of_a1111_names_its_loras(
     assert all(f"--lora {lora}" in command for lora in loaded)
     assert ("--lora" in command) == bool(loras)
     assert any(tag in line or "takes one number" in line for line in told) == (not loras)
+
+
+def test_an_image_of_a1111_has_a_lora_with_two_strengths(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tag is in the prompt, since --lora takes one number; with a prompt of the user it is reported."""
+    info, tag = PngInfo(), "<lora:ink:0.5:0.8>"
+    settings = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64, Model: tiny"
+    info.add_text("parameters", f"a fox {tag} <lora:gone:0.5:0.8>\n{settings}, Module 1: ae")
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
+    for words, prompt in (([], f"a fox {tag}"), (["a cat"], "a cat")):
+        ((image,), _) = gather(parse(["generate", *words, "--from-image", str(tmp_path / "a.png")]))
+        assert image.prompt == prompt
+        warned = capsys.readouterr().err
+        assert ("gone" in warned, tag in warned) == (True, bool(words))
+    assert main(["info", str(tmp_path / "a.png"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["losses"], report["left_out"]) == ([[]], [["Module 1: ae"]])
+    assert tag in report["commands"][0]
+    assert "gone" not in report["commands"][0]
 
 
 @pytest.mark.parametrize(("file", "found"), [("ink", True), ("./ink.safetensors", True), ("./gone.safetensors", False)])

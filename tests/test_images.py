@@ -25,13 +25,15 @@ from safetensors.numpy import save_file
 from canvax.call import OptionRecord
 from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.images import metadata as module
+from canvax.images.comfy import from_comfy_graph
 from canvax.images.convert import to_pil, to_uint8, upright_rgb
 from canvax.images.formats import GeneratedImage
 from canvax.images.grid import make_grid, make_sheet
 from canvax.images.infotext import embeddings_in, from_infotext, parts_of, settings_left, to_infotext
 from canvax.images.masks import painted_over
-from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
+from canvax.images.metadata import UnreadError, read_metadata, save_image, save_numbered, unique_path
 from canvax.pipelines.adapter_files import a1111_hash_of
+from canvax.pipelines.again import left_out
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
 from canvax.server import files
@@ -452,6 +454,20 @@ def test_a_strength_is_written_for_a1111() -> None:
     assert "Denoising strength" not in to_infotext(METADATA)
 
 
+def test_masks_and_control_images_are_written_for_a1111() -> None:
+    networks = {"controlnet": ["./edges.safetensors", "owner/pose", "depth"], "control_sha256": ["ab", None, "cd"]}
+    options = {"padding_mask_crop": 32, "mask_blur": 4.0, "mask_fill": "noise", "control_scale": [0.5, 1, 0.8]}
+    metadata = METADATA | networks | {"mask_sha256": "ab", "options": options | {"control_mode": "prompt"}}
+    read = parts_of(to_infotext(metadata))[2]
+    written = {"Mask blur": "4", "Inpaint area": "Only masked", "Masked area padding": "32"}
+    assert read.items() >= (written | {"Masked content": "latent noise"}).items()
+    end = "Guidance Start: 0.0, Guidance End: 1.0, Control Mode: My prompt is more important"
+    assert read["ControlNet 0"] == f"Module: none, Model: edges, Weight: 0.5, {end}"
+    assert read["ControlNet 1"] == f"Module: none, Model: depth, Weight: 0.8, {end}"
+    assert "ControlNet 2" not in read
+    assert parts_of(to_infotext(METADATA | {"mask_sha256": "ab"}))[2].items() >= {"Mask blur": "0"}.items()
+
+
 def test_samplers_come_back_from_infotext() -> None:
     for spec, curve in itertools.product(SAMPLERS, ("", "_karras")):
         if curve and not spec.curves:
@@ -552,7 +568,7 @@ OTHERS = {row["from"]: row for row in json.loads((DATA / "images_of_others.json"
 
 def of_another(path: Path, name: str, **nodes: Any) -> dict[str, Any]:
     """Read an image of another program, with these nodes added to its graph."""
-    texts = {key: text if isinstance(text, str) else json.dumps(text | nodes)
+    texts = {key: text if isinstance(text, str) else json.dumps({k: v for k, v in (text | nodes).items() if v})
              for key, text in OTHERS[name]["texts"].items()}  # fmt: skip
     return read_metadata(with_text(path, **texts))
 
@@ -562,9 +578,133 @@ def test_images_of_others(tmp_path: Path, name: str) -> None:
     assert of_another(tmp_path / "a.png", name) == OTHERS[name]["read"]
 
 
-def test_a_graph_of_two_images(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        of_another(tmp_path / "a.png", "ComfyUI", **{"13": OTHERS["ComfyUI"]["texts"]["prompt"]["3"]})
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+SAMPLER = OTHERS["ComfyUI"]["texts"]["prompt"]["3"]["inputs"]
+HIRES = {
+    "13": node("KSampler", **SAMPLER | {"latent_image": ["14", 0], "denoise": 0.5}),
+    "14": node("LatentUpscaleBy", samples=["3", 0], upscale_method="bilinear", scale_by=1.5),
+}
+TO_PIXELS = {"15": node("VAEDecode", samples=["3", 0], vae=["4", 2]), "17": node("VAEEncode", pixels=["16", 0])}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "other"),
+    [
+        ({}, {"hires_method": "latent"}, {}),
+        ({"14": node("LatentUpscale", samples=["3", 0], upscale_method="area", width=768, height=1152)},
+         {"hires_method": "latent"}, {"hires upscale_method": "area"}),
+        ({"13": node("KSampler", **SAMPLER | {"latent_image": ["14", 0], "denoise": 0.5, "steps": 9, "cfg": 3})},
+         {"hires_method": "latent", "hires_steps": 9}, {"hires cfg": "3"}),
+        ({"13": node("KSampler", **SAMPLER | {"latent_image": ["17", 0], "denoise": 0.5}), **TO_PIXELS,
+          "16": node("ImageScaleBy", image=["15", 0], upscale_method="lanczos", scale_by=1.5), "14": None},
+         {"hires_method": "pixel"}, {}),
+    ],
+)  # fmt: skip
+def test_a_graph_with_a_second_pass(
+    tmp_path: Path, nodes: dict[str, Any], options: dict[str, Any], other: dict[str, Any]
+) -> None:
+    plain, read = OTHERS["ComfyUI"]["read"], of_another(tmp_path / "a.png", "ComfyUI", **(HIRES | nodes))
+    second = {"hires": 1.5, "hires_strength": 0.5, **options}
+    assert read == plain | {"options": plain["options"] | second, "other": plain["other"] | other}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"13": node("KSampler", **SAMPLER)},  # another image
+        {"14": node("LatentUpscaleBy", samples=["3", 0], upscale_method="bilinear", scale_by=0.5)},
+        {"14": node("LatentUpscale", samples=["3", 0], upscale_method="bilinear", width=768, height=768)},
+        {"14": node("Rescale", samples=["18", 0], upscale_method="bilinear", scale_by=1.5),
+         "18": node("Enlarge", samples=["3", 0])},
+        {"13": node("KSampler", **HIRES["13"]["inputs"] | {"positive": ["7", 0]})},
+        {"19": node("KSampler", **SAMPLER)},
+        {"5": node("VAEEncode", pixels=["12", 0])},  # a first pass from an image
+    ],
+)  # fmt: skip
+def test_graphs_of_several_samplers_that_are_not_read(tmp_path: Path, changed: dict[str, Any]) -> None:
+    with pytest.raises(UnreadError):
+        of_another(tmp_path / "a.png", "ComfyUI", **(HIRES | changed))
+
+
+def test_prompts_of_comfyui_behind_other_nodes(tmp_path: Path) -> None:
+    """By the linked output of nodes that pass two; a joined text; and one that cannot be read."""
+    control = node("ControlNetApplyAdvanced", positive=["20", 0], negative=["7", 0])
+    area = node("ConditioningSetArea", conditioning=["6", 0])
+    joined = node("StringConcatenate", string_a=["31", 0], string_b="snow", delimiter=", ")
+    sampler = node("KSampler", **SAMPLER | {"positive": ["21", 0], "negative": ["21", 1]})
+    nodes = {"3": sampler, "20": area, "21": control, "30": joined, "31": node("PrimitiveString", value="a fox"),
+             "6": node("CLIPTextEncode", text=["30", 0])}  # fmt: skip
+    read = of_another(tmp_path / "a.png", "ComfyUI", **nodes)
+    assert (read["prompt"], read["negative_prompt"]) == ("a fox, snow", "text, watermark")
+    left = {f"node {kind}": "" for kind in ("ConditioningSetArea", "ControlNetApplyAdvanced", "PrimitiveString")}
+    assert read["other"] == OTHERS["ComfyUI"]["read"]["other"] | left
+    for bad in (node("Wildcards", seed=1, text_a="x"), node("StringConcatenate", string_a=["31", 0], string_b="x")):
+        read = of_another(tmp_path / "a.png", "ComfyUI", **(nodes | {"31": bad}))
+        assert "prompt" not in read
+        assert "prompt: cannot be read" in left_out(read)
+
+
+def test_two_texts_of_sdxl_in_comfyui(tmp_path: Path) -> None:
+    sizes = {"width": 512, "height": 768, "target_width": 512, "target_height": 768, "crop_w": 0}
+    skip = {"40": node("CLIPSetLastLayer", stop_at_clip_layer=-2, clip=["10", 1])}
+    for text, changed, options, other in (
+        ("a fox", {}, {}, set()),
+        ("oil", {}, {"prompt_2": "oil"}, set()),
+        ("a fox", {"width": 4096}, {}, {"prompt, sizes"}),
+        (["99", 0], {}, {}, {"prompt, text_g"}),
+    ):
+        encode = node("CLIPTextEncodeSDXL", text_l="a fox", text_g=text, clip=["40", 0], **sizes | changed)
+        read = of_another(tmp_path / "a.png", "ComfyUI", **skip, **{"6": encode})
+        plain = OTHERS["ComfyUI"]["read"]
+        assert (read["prompt"], read["options"]) == ("a fox", plain["options"] | options)
+        assert read["other"].keys() - plain["other"].keys() == other
+
+
+def test_clip_skip_and_two_strengths_of_comfyui(tmp_path: Path) -> None:
+    skip = {"40": node("CLIPSetLastLayer", stop_at_clip_layer=-3, clip=["10", 1])}
+    texts = {key: node("CLIPTextEncode", text=key, clip=["40", 0]) for key in "67"}
+    read = of_another(tmp_path / "a.png", "ComfyUI", **skip, **texts)
+    assert read["options"]["clip_skip"] == 2
+    assert read["other"].keys() == {"<lora:ink:1.0:0.7>"}
+    lora = {"model": ["4", 0], "lora_name": "ink.safetensors", "strength_model": 0.7}
+    for kind, inputs, tag in (
+        ("LoraLoader", {"strength_clip": 0.7}, "<lora:ink:0.7>"), ("LoraLoaderModelOnly", {}, "<lora:ink:0:0.7>"),
+    ):  # fmt: skip
+        read = of_another(
+            tmp_path / "a.png", "ComfyUI", **skip, **{"6": texts["6"], "10": node(kind, **lora, **inputs)}
+        )
+        assert read["other"].keys() == {tag, "negative prompt, stop_at_clip_layer"}
+
+
+def test_a_scale_that_the_model_reads() -> None:
+    """It is the scale of guidance, and the other one ``true_cfg_scale``, unless it is 1."""
+    flux = node("FluxGuidance", guidance=3.5, conditioning=["8", 0])
+    for scale, options in ((1, {}), (4, {"true_cfg_scale": 4})):
+        guider = node("CFGGuider", cfg=scale, model=["7", 0], positive=["20", 0], negative=["9", 0])
+        graph = OTHERS["ComfyUI, of separate nodes"]["texts"]["prompt"] | {"20": flux, "3": guider}
+        read = from_comfy_graph(json.dumps(graph))
+        text = f"a fox\nSteps: 4, Sampler: Euler, CFG scale: {scale}, Distilled CFG Scale: 3.5, Seed: 1"
+        for each, syntax in ((read, "comfy"), (from_infotext(text), "a1111")):
+            assert each is not None
+            assert (each["prompt"], each["guidance_scale"]) == ("a fox", 3.5)
+            rest = {"noise": "torch"} if syntax == "comfy" else {}
+            assert each["options"] == {"prompt_syntax": syntax, **rest, **options}
+            assert not settings_left(each).keys() - {"batch size"}
+
+
+@pytest.mark.parametrize("links", [["30", 0], ["3", 0], [], [{}], ["6"]])
+def test_graphs_in_circles(tmp_path: Path, links: list[Any]) -> None:
+    joined = node("StringConcatenate", string_a=links, string_b=links, delimiter=links, conditioning=links)
+    nodes = {
+        "6": node("CLIPTextEncode", text=["30", 0], clip=links),
+        "30": joined,
+        "7": joined,
+        "10": node("A", model=links),
+    }
+    assert processor_seconds(lambda: of_another(tmp_path / "a.png", "ComfyUI", **nodes)) < 1
 
 
 def test_samplers_of_comfyui_with_cfg_pp(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
 from canvax.images.formats import save_keywords
 from canvax.images.metadata import read_metadata, save_numbered
@@ -1659,6 +1660,29 @@ def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     made["adapters"]["gone"] = {"weight": 1, "file": "a"}
     site.give({**made, "model": CARD.id, "other": {}})
     page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
+
+
+@thorough
+def test_images_of_comfyui(site: Site) -> None:
+    """A LoRA with two strengths goes into the prompt; the program of settings that cannot be read is named."""
+    page, others = site.page, json.loads((Path(__file__).parent / "data/images_of_others.json").read_text())
+    graph = next(row["texts"]["prompt"] for row in others if row["from"] == "ComfyUI")
+    site.engine.shelf = {CARD.id: (AdapterCard("ink", "ink", "ink.safetensors"),)}
+    site.open()
+    unread = graph | {"6": {"class_type": "Wildcards", "inputs": {}}}
+    for each, shown in (
+        (graph | {"13": graph["3"]}, "ComfyUI"),
+        (unread, "prompt: cannot be read"),
+        (graph, "ink:1.0"),
+    ):
+        info, file = PngInfo(), io.BytesIO()
+        info.add_text("prompt", json.dumps(each))
+        Image.new("RGB", (64, 64)).save(file, "png", pnginfo=info)
+        site.give(data=file.getvalue())
+        page.wait_for_selector(f".toast p:has-text('{shown}')")
+    page.click(".toast >> text=Use ink")
+    page.wait_for_selector(".toast p:not(:has-text('ink'))")
+    assert page.input_value("#prompt") == "a (castle:1.2) <lora:ink:1.0:0.7>"
 
 
 @thorough

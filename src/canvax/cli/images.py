@@ -24,6 +24,7 @@ from canvax.cli.again import (
     other_file,
     recorded_model,
     recorded_part,
+    tags_for_prompt,
     vae_lost,
 )
 from canvax.cli.loading import check_ip_adapters, load_of
@@ -286,6 +287,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     if loras := [lora for lora in here.values() if _lora_name(lora) not in named]:
         arguments.lora = [*arguments.lora, *loras]
         complain(f"{where}: was generated with --lora {' --lora '.join(loras)}, which is loaded")
+    if not (arguments.prompts or arguments.prompt or arguments.prompt_file):
+        tags = [tag for tag in tags_for_prompt(metadata) if not any(f":{name}:" in tag for name in named)]
+        here |= dict.fromkeys(tags, "")
+        settings["prompt"] = " ".join([settings.get("prompt", ""), *tags]).lstrip()
     if unknown := [text for text in left_out(metadata) if text not in here]:
         complain(f"{where}: settings that cannot be read are left out: {', '.join(unknown)}", label="warning: ")
     lost = lost_model(metadata) if is_lost(metadata) and not arguments.model else ""

@@ -20,8 +20,10 @@ from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.errors import CanvaxError, InputError, check_count
 from canvax.files import named_path
 from canvax.images.formats import FORMATS, HAVE_PATHS
+from canvax.images.infotext import NETWORK
 from canvax.images.keys import keys_of
 from canvax.images.metadata import read_metadata
+from canvax.pipelines.again import left_out
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import Entry
@@ -166,14 +168,16 @@ def _part_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def image_info(path: Path, data_dir: str | None = None) -> dict[str, Any]:
-    """Return the metadata of an image, the command that generates it again, and the settings that this loses."""
+    """Return the metadata of an image, the command that generates it again, and what this does not repeat."""
     metadata = read_metadata(path)
-    lines = [again(member, data_dir) for member in _members(metadata)]
+    members = _members(metadata)
+    lines = [again(member, data_dir) for member in members]
     return {
         "image": str(path),
         "metadata": metadata,
         "commands": [line.command for line in lines],
         "losses": [line.losses for line in lines],
+        "left_out": [[text for text in left_out(member) if not NETWORK.match(text)] for member in members],
     }
 
 
@@ -207,6 +211,8 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if "grid" not in metadata and is_lost(metadata):
         lines.append(f"\nIt {lost_model(metadata)}: write the file of your copy instead of MODEL.")
+    if unread := dict.fromkeys(text for each in report["left_out"] for text in each):
+        lines.append(f"\nThe command does not repeat these settings: {', '.join(unread)}.")
     losses = dict.fromkeys(clause for each in report["losses"] for clause in each)
     lines += [f"\nThe command does not repeat that {clause}." for clause in losses]
     return [*lines, "\nTo generate it again:", *report["commands"]]

@@ -17,6 +17,7 @@ from typing import Any
 
 from canvax.call import HIRES_STRENGTHS, Call, OptionRecord
 from canvax.errors import InputError
+from canvax.images.keys import list_in
 from canvax.samplers.catalog import find, with_a1111_curve
 from canvax.samplers.curve_names import CURVES, curve_label
 from canvax.settings import Declared, declared
@@ -41,8 +42,19 @@ _UPSCALERS = {"latent": "Latent", "pixel": "Lanczos"}
 """A1111's upscalers that equal canvax's methods of enlarging a first pass."""
 _FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model hash", "Model")
 """A1111's order of the settings that every image has."""
+_DISTILLED = "Distilled CFG Scale"
+"""Forge's name of the scale that FLUX.1 reads as an input."""
 _CFG_PP, _OF_LAMBDA = "DDIM CFG++", 12.5
 """A1111's sampler with CFG++, and the CFG scale that is a lambda of 1 there."""
+_UNIT = (
+    ("control_scale", "Weight", 1.0), ("control_start", "Guidance Start", 0.0), ("control_end", "Guidance End", 1.0),
+    ("control_mode", "Control Mode", "balanced"),
+)  # fmt: skip
+"""Options of a ControlNet, their names in its extension for A1111, and defaults."""
+_CONTROL_MODES = {
+    "balanced": "Balanced", "prompt": "My prompt is more important", "control": "ControlNet is more important",
+    "guess": "ControlNet is more important",
+}  # fmt: skip
 _FEWEST = 3
 """Minimum number of settings in the last line; with fewer it is the end of the prompt."""
 
@@ -100,8 +112,31 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "Denoising strength", HIRES_STRENGTHS[method]
         yield "Hires upscaler", _UPSCALERS[method]
     yield from _written(OptionRecord, {"noise": metadata.get("noise"), **options})
+    if "mask_sha256" in metadata:
+        yield "Mask blur", options.get("mask_blur", 0)
+        fill = options.get("mask_fill", "original")
+        yield "Masked content", fill if fill in ("original", "fill") else f"latent {fill}"
+        if (padding := options.get("padding_mask_crop")) is not None:
+            yield from (("Inpaint area", "Only masked"), ("Masked area padding", padding))
+    yield from _controls(metadata, options)
     if "canvax" in metadata:
         yield "Version", f"canvax {metadata['canvax']}"
+
+
+def _controls(metadata: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a unit of the ControlNet extension for each network that read an image, which is a finished map."""
+    marks, used = list_in(metadata, "control_sha256"), 0
+    for i, (file, mark) in enumerate(zip(list_in(metadata, "controlnet"), marks, strict=False)):
+        if mark is None:
+            continue
+        model = os.path.basename(os.path.normpath(str(file))).removesuffix(".safetensors")
+        unit = {"Module": "none", "Model": re.sub("[:,]", "", model)}
+        for name, label, usual in _UNIT:
+            value = options.get(name, usual)
+            unit[label] = value[i] if isinstance(value, list | tuple) else value
+        unit["Control Mode"] = _CONTROL_MODES.get(unit["Control Mode"], "Balanced")
+        yield f"ControlNet {used}", ", ".join(f"{label}: {value}" for label, value in unit.items())
+        used += 1
 
 
 def _written(record: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -214,6 +249,11 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         metadata["sampler"], options["guidance_method"] = "DDIM", "cfg_pp"
         if "guidance_scale" in metadata:
             metadata["guidance_scale"] = round(metadata["guidance_scale"] / _OF_LAMBDA, 6)
+    embedded: dict[str, float] = {}
+    _take(settings, _DISTILLED, float, embedded, "guidance_scale")
+    if embedded and metadata.get("guidance_scale", 1) != 1:
+        options["true_cfg_scale"] = metadata["guidance_scale"]
+    metadata |= embedded
     _take(settings, "Model", str, metadata, "model")
     if settings.get("VAE", "none").lower() not in ("none", "automatic"):
         metadata["vae"] = settings["VAE"]

@@ -136,8 +136,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     """Read the settings an image was generated with from a PNG, JPEG or WebP, as in ``canvax.Result.metadata``.
 
     For files of canvax the result is exactly what was written. For files of A1111, Forge and stable-diffusion.cpp it
-    has the settings in their text, for files of ComfyUI those of a graph with one sampler; ``other`` contains those
-    without an equivalent in canvax. No pixel is decoded.
+    has the settings in their text, for files of ComfyUI those of a graph with one sampler, or with a second one as
+    hires fix; ``other`` contains those without an equivalent in canvax. No pixel is decoded.
 
     Raises:
         InputError: the file does not exist, is not a PNG, JPEG or WebP, or has no readable metadata.
@@ -153,12 +153,16 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 COMFY_TEXT = "prompt"
 """Name of the text in which ComfyUI stores the graph that it ran."""
 
-_GRAPH = "ComfyUI (a graph that has not exactly one sampler)"
+_GRAPH = "ComfyUI (a graph without a sampler, or with several that are no hires fix)"
 _OTHERS = {
     "workflow": _GRAPH, "prompt": _GRAPH, "invokeai_metadata": "InvokeAI",
     "sd-metadata": "InvokeAI", "Dream": "InvokeAI", "fooocus_scheme": "Fooocus",
 }  # fmt: skip
 """Name of a PNG text -> the program that writes it."""
+
+
+class UnreadError(InputError):
+    """A file holds the settings of a program or a graph that canvax does not read."""
 
 
 def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
@@ -194,7 +198,7 @@ def _parsed(texts: Mapping[str, str], path: Path | str) -> dict[str, Any]:
     if (metadata := from_comfy_graph(texts.get(COMFY_TEXT, ""))) is not None:
         return metadata
     if other := next((program for name, program in _OTHERS.items() if name in texts), None):
-        raise InputError(f"{path}: holds settings of {other}, which canvax cannot read; type its prompt and settings")
+        raise UnreadError(f"{path}: holds settings of {other}, which canvax cannot read; type its prompt and settings")
     raise InputError(
         f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites "
         "often remove it, so use the file as it was first saved"

@@ -22,7 +22,7 @@ from canvax.errors import InputError, nearest
 from canvax.images.keys import keys_of, list_in
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
-from canvax.images.metadata import metadata_in, prompt_in
+from canvax.images.metadata import UnreadError, metadata_in, prompt_in
 from canvax.models.denoiser import MOST_REFERENCES
 from canvax.pipelines.again import lost_settings, missing_embeddings, other_hash, unknown_settings
 from canvax.pipelines.control import OPTIONS
@@ -446,7 +446,8 @@ def _inspected(data: bytes, cards: Sequence[ModelCard]) -> bytes:
     except InputError as unknown:
         inside = data.lstrip()[:1] in (b"{", b"-")  # JSON, a form
         cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
-        raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
+        code = "unread_settings" if isinstance(unknown, UnreadError) else "no_settings"
+        raise Rejected(400, code, f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
         raise Rejected(400, "no_settings", "the image: holds settings that cannot be read") from None
 

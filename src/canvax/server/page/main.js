@@ -313,17 +313,17 @@ async function openImage(file) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
     const wanted = composer.editing() || canDo("image-to-image");
     if ((wanted && !await asInput()) || !(error instanceof Refused)) return;
-    const why = error.code === "no_settings" ? "This file holds no settings that can be restored." : error.message;
+    const why = error.code === "no_settings" ? "It holds no settings." : error.message;
     toast(wanted ? `Added as input image. ${why}` : why);
   }
 }
 
-/** Say what of an image's settings is not in the form, with the nearest choices. */
+/** List the settings that the form lacks, with the nearest choices. */
 function tellLost(settings, missing = [], actions = [], upscale = settings.upscale) {
   const rest = missing.filter((text) => !LORA.test(text));
   const adapters = [
     ...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]),
-    ...missing.filter((text) => LORA.test(text)).map((text) => [text, ...text.match(LORA).slice(1)]).map(([text, name, weight]) => [text, name, weight ? Number(weight) : 1]),
+    ...missing.map((text) => text.match(LORA)).filter(Boolean).map(([text, name, weight]) => [text, name, /:/.test(weight) ? weight : Number(weight || 1)]),
   ];
   let [close, first] = [() => {}, null];
   const tell = (note = "") => {
@@ -345,22 +345,23 @@ function tellLost(settings, missing = [], actions = [], upscale = settings.upsca
   tell();
 }
 
-/** The prompt without the commas that LoRAs leave which were taken out of it. */
+/** The prompt without the commas of LoRAs that were taken out. */
 function tidied(settings, missing = []) {
   if (!settings.prompt || !missing.some((text) => LORA.test(text))) return settings;
   return { ...settings, prompt: settings.prompt.replace(/\s*,(\s*,)+/g, ",").replace(/^[\s,]+|[\s,]+$/g, "") };
 }
 
-const LORA = /^<lora:([^:<>]+):?([\d.-]*)[^<>]*>$/;
+const LORA = /^<lora:([^:<>]+):?([\d.:-]*)[^<>]*>$/;
 
-/** Of adapters, [text, name, weight], those that the form has not, with those that the names may mean. */
+/** The adapters, [text, name, weight], that the form lacks, with those of their names. Two weights go into the prompt. */
 function lostAdapters(adapters) {
   const meant = (name) => (adapterNames().includes(name) ? [name] : adapterNames().filter((one) => composer.stem(one) === composer.stem(name)));
   const use = (name, weight) => async () => {
-    await composer.apply({ adapters: { ...adaptersNow(), [name]: weight } });
+    const tag = `${$("prompt").value} <lora:${name}:${weight}>`;
+    await composer.apply(typeof weight === "string" ? { prompt: tag } : { adapters: { ...adaptersNow(), [name]: weight } });
     composer.keepDraft();
   };
-  return adapters.filter(([, name]) => !meant(name).some((one) => one in adaptersNow())).map(([text, name, weight]) => ({
+  return adapters.filter(([, name]) => !meant(name).some((one) => one in adaptersNow() || $("prompt").value.includes(`<lora:${one}:`))).map(([text, name, weight]) => ({
     setting: `adapter ${name}`, text: `${text}${meant(name).length > 1 ? ` (${meant(name).length} files have this name)` : ""}`,
     choices: Object.fromEntries(meant(name).slice(0, 3).map((one) => [`Use ${one}`, use(one, weight)])),
   }));
