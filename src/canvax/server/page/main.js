@@ -321,13 +321,9 @@ async function openImage(file) {
 /** Say what of an image's settings is not in the form, with the nearest choices. */
 function tellLost(settings, missing = [], actions = [], upscale = settings.upscale) {
   const rest = missing.filter((text) => !LORA.test(text));
-  const adapters = [
-    ...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]),
-    ...missing.filter((text) => LORA.test(text)).map((text) => [text, ...text.match(LORA).slice(1)]).map(([text, name, weight]) => [text, name, weight ? Number(weight) : 1]),
-  ];
   let [close, first] = [() => {}, null];
   const tell = (note = "") => {
-    const left = [...composer.notTaken(settings), ...lostAdapters(adapters)];
+    const left = [...composer.notTaken(settings), ...lostAdapters(settings.adapters ?? {})];
     first ??= new Set(left.map(({ setting }) => setting));
     const still = left.filter(({ setting }) => first.has(setting));
     const offers = still.flatMap(({ choices = {} }) => Object.entries(choices)).map(([label, act]) => [label, async () => {
@@ -345,23 +341,26 @@ function tellLost(settings, missing = [], actions = [], upscale = settings.upsca
   tell();
 }
 
-/** The prompt without the commas that LoRAs leave which were taken out of it. */
+/** With the LoRAs that were taken out of the prompt as adapters, and the prompt without the commas that they leave. */
 function tidied(settings, missing = []) {
-  if (!settings.prompt || !missing.some((text) => LORA.test(text))) return settings;
-  return { ...settings, prompt: settings.prompt.replace(/\s*,(\s*,)+/g, ",").replace(/^[\s,]+|[\s,]+$/g, "") };
+  const tags = missing.map((text) => text.match(LORA)).filter(Boolean);
+  if (!tags.length) return settings;
+  const adapters = Object.fromEntries(tags.map(([, name, weight]) => [name, Number(weight ?? 1)]));
+  return { ...settings, adapters: { ...settings.adapters, ...adapters }, prompt: settings.prompt?.replace(/\s*,(\s*,)+/g, ",").replace(/^[\s,]+|[\s,]+$/g, "") };
 }
 
-const LORA = /^<lora:([^:<>]+):?([\d.-]*)[^<>]*>$/;
+/** With one weight, as the form has it. */
+const LORA = /^<lora:([^:<>]+)(?::([\d.-]+))?>$/;
 
-/** Of adapters, [text, name, weight], those that the form has not, with those that the names may mean. */
+/** Of adapters, weights by name, those that the form has not, with those that the names may mean. */
 function lostAdapters(adapters) {
   const meant = (name) => (adapterNames().includes(name) ? [name] : adapterNames().filter((one) => composer.stem(one) === composer.stem(name)));
   const use = (name, weight) => async () => {
     await composer.apply({ adapters: { ...adaptersNow(), [name]: weight } });
     composer.keepDraft();
   };
-  return adapters.filter(([, name]) => !meant(name).some((one) => one in adaptersNow())).map(([text, name, weight]) => ({
-    setting: `adapter ${name}`, text: `${text}${meant(name).length > 1 ? ` (${meant(name).length} files have this name)` : ""}`,
+  return Object.entries(adapters).filter(([name]) => !meant(name).some((one) => one in adaptersNow())).map(([name, weight]) => ({
+    setting: `adapter ${name}`, text: `the adapter ${name}${meant(name).length > 1 ? ` (${meant(name).length} files have this name)` : ""}`,
     choices: Object.fromEntries(meant(name).slice(0, 3).map((one) => [`Use ${one}`, use(one, weight)])),
   }));
 }
