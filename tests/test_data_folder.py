@@ -25,7 +25,7 @@ from canvax.cli.images import gather, in_usual_syntax
 from canvax.cli.info import folder_info
 from canvax.cli.loading import load_of, load_with
 from canvax.cli.serve import first_model
-from canvax.errors import InputError
+from canvax.errors import CheckpointError, InputError
 from canvax.families.known import PRESETS
 from canvax.families.local_models import local_models
 from canvax.images.metadata import read_metadata, save_image
@@ -44,6 +44,7 @@ from canvax.weights.data_folder import (
     usual_syntax,
 )
 from canvax.weights.location import BUNDLED, Location
+from canvax.weights.open import open_files
 from tests.support.adapter_files import write
 from tests.support.serving import until
 
@@ -236,6 +237,25 @@ def test_a_server_offers_models_of_one_name_by_their_folders(folder: Path, small
     assert set(local_models().models) == {"other", "tiny"}
     (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
     assert set(local_models().models) == {"other", "checkpoints/tiny", "Stable-diffusion/tiny"}
+
+
+def test_files_beside_a_model_leave_its_name(folder: Path) -> None:
+    """Previews and pickles, of which those with a safetensors file are not unusable."""
+    for name in ("checkpoints/tiny.png", "checkpoints/tiny.preview.png", "checkpoints/tiny.ckpt", "VAE/ink.pt"):
+        (folder / "models" / name).write_bytes(b"")
+    models, left_out = local_models()
+    assert models.keys() == {"tiny"}
+    assert {name for name in left_out if not name.startswith("deliberate")} == {"old.ckpt", "tiny.ckpt"}
+    faults = {Path(row["file"]).name for row in folder_info(folder / "models")["files"] if row["fault"]}
+    assert faults == left_out.keys()
+
+
+def test_a_pickle_is_converted_unless_it_is_an_upscaler(folder: Path) -> None:
+    (folder / "models/4x-UltraSharp.pth").write_bytes(b"")
+    for name, advice in (("old", True), ("4x-UltraSharp", False)):
+        with pytest.raises(CheckpointError) as caught:
+            open_files(Location(name))
+        assert ("canvax convert" in str(caught.value)) == advice
 
 
 def test_hidden_folders_are_not_searched(folder: Path) -> None:

@@ -1627,11 +1627,11 @@ def test_use_of_a_twin_changes_the_model_alone(site: Site) -> None:
 def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     """The notice says what is left, closes with the last of it, and leaves Generate free on a phone."""
     page, engine = site.page, site.engine
-    files = ("ink", "a/twin", "b/twin", "wash")
+    files = ("ink", "a/twin", "b/twin", "wash", "cold")
     engine.shelf = {CARD.id: tuple(AdapterCard(name, name, f"{name}.safetensors") for name in files)}
     page.set_viewport_size({"width": 390, "height": 700})
     site.open()
-    missing = {"<lora:ink:0.5>": "", "<lora:twin:1>": ""}
+    missing = dict.fromkeys(("<lora:ink:0.5>", "<lora:twin:1>", "<lora:old/cold:0.7>"), "")
     made: dict[str, Any] = {
         "prompt": "a fox, , red, ,",
         "adapters": {"wash": {"weight": 0.2, "file": "a"}},
@@ -1642,24 +1642,27 @@ def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     notice.wait_for()
     assert page.input_value("#prompt") == "a fox, red"
     offers = page.locator(".toast .link").all_inner_texts()
-    assert offers == ["Use ink", "Use a/twin", "Use b/twin", "Add as input too"]
+    assert offers == ["Use a/twin", "Use b/twin", "Use cold", "Add as input too"]  # ink is there and fits
+    assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 0.5"
     page.evaluate("document.getElementById('fold').open = true")  # so that Generate stands at the bottom
     toast, generate = page.locator(".toast").bounding_box(), page.locator("#draw").bounding_box()
     assert toast["y"] + toast["height"] <= generate["y"]
-    page.click(".toast >> text=Use ink")
-    page.wait_for_selector(".toast p:not(:has-text('ink'))")
-    assert "<lora:twin:1>" in notice.inner_text()
+    page.click(".toast >> text=Use cold")
+    page.wait_for_selector(".toast p:not(:has-text('cold'))")
+    assert "twin" in notice.inner_text()
     page.click(".toast >> text=Use b/twin")
     notice.wait_for(state="detached")
     assert page.locator(".toast .link").all_inner_texts() == ["Add as input too"]
-    assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 0.5, b/twin 1"
+    assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 0.5, cold 0.7, b/twin 1"
     page.reload()
     page.wait_for_selector("body[data-ready]")
     site.draw("a red apple")
-    assert site.bodies[0]["adapters"] == {"wash": 0.2, "ink": 0.5, "b/twin": 1}
+    assert site.bodies[0]["adapters"] == {"wash": 0.2, "ink": 0.5, "cold": 0.7, "b/twin": 1}
     made["adapters"]["gone"] = {"weight": 1, "file": "a"}
-    site.give({**made, "model": CARD.id, "other": {}})
+    site.give({**made, "prompt": "", "model": CARD.id, "other": {"<lora:ink>": "", "<lora:cold:1:0.3>": ""}})
     page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
+    assert "<lora:cold:1:0.3>" in notice.inner_text()  # the form has one weight
+    assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 1"
 
 
 @thorough

@@ -25,6 +25,7 @@ from canvax.errors import CheckpointError, InputError
 from canvax.images.infotext import from_infotext, settings_left
 from canvax.images.metadata import read_metadata
 from canvax.parallel.mesh import make_mesh
+from canvax.server import adapter_cache, embedding_cache
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings, Wanted
 from canvax.server.embedding_cache import EmbeddingCache, reading
 from canvax.server.engine import EngineSettings, ImageEngine
@@ -205,6 +206,39 @@ def test_the_list(server: tuple[httpx.Client, ImageEngine], folder: Path) -> Non
         client.post("/sdapi/v1/refresh-loras")
 
 
+def test_new_files_are_noticed(
+    server: tuple[httpx.Client, ImageEngine], folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A LoRA and an embedding that are added, without a request to look for them; not at once after a look."""
+    client, _ = server
+    pairs = {
+        folder / "night.safetensors": folder / "clay.safetensors",
+        data / "embeddings/moss.safetensors": data / "embeddings/yarn.safetensors",
+    }
+
+    def wait(seconds: float) -> None:
+        for module in (adapter_cache, embedding_cache):
+            monkeypatch.setattr(module, "LOOK_SECONDS", seconds)
+
+    try:
+        for new, old in pairs.items():
+            shutil.copy(old, new)
+        wait(1e9)
+        assert client.post("/api/jobs", json=BODY | {"prompt": "<lora:night>"}).status_code == 404
+        wait(0)
+        _, fields = drawn(client, "a moss apple <lora:night>")
+        assert (fields["adapters"].keys(), fields["embeddings"].keys()) == ({"night"}, {"moss"})
+        for new in pairs:
+            new.unlink()
+        listed = client.get("/api/adapters").json()
+        assert not {"night", "moss"} & {one["name"] for part in listed.values() for one in part}
+    finally:
+        for new in pairs:
+            new.unlink(missing_ok=True)
+        client.post("/sdapi/v1/refresh-loras")
+        client.post("/sdapi/v1/refresh-embeddings")
+
+
 @pytest.mark.parametrize(
     ("adapters", "status", "said"),
     [
@@ -290,7 +324,7 @@ def test_files_that_cannot_be_used_are_shown_to_all(folder: Path, emoji: canvax.
     cache = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(tmp_path, rank=4, places=PLACES))
     assert {card.name: bool(card.fault) for card in cache.cards()} == {"broken": True, "ink": False}
     first, *lines = cache.summary().splitlines()
-    assert first.startswith("1 adapters")
+    assert first.startswith("usable adapters: 1;")
     assert [line.partition(" ")[0] for line in lines] == ["broken"]
 
     def message(name: str) -> str:

@@ -119,6 +119,9 @@ def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.P
     plain = drawn(unit | {"enabled": False})
     assert not same(made, plain)
     assert same(plain, by_job(client, BODY)[0])
+    off = {"ControlNet": {"args": [False]}, "ADetailer": {"args": [False, False, {"ad_model": "face"}]}}
+    for scripts, status in ((off, 200), (off | {"ADetailer": {"args": [True, False]}}, 422)):
+        assert client.post("/sdapi/v1/txt2img", json=BODY | {"alwayson_scripts": scripts}).status_code == status
     for wrong in ({"model": "None"}, {"model": "gone"}, {"module": "openpose"}, {"image": None}, {"resize_mode": 7},
                   {"resize_mode": 2, "image": b64(ONE.resize((SIDE, 80)))}, {"mask": b64(TWO)},
                   {"control_mode": 7}):  # fmt: skip

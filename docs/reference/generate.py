@@ -247,7 +247,9 @@ def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[t
 
 
 def _kind(field: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """The type of a field in words."""
+    """The type of a field in words, with its description."""
+    if description := field.get("description"):
+        return f"{_kind({**field, 'description': ''}, schemas)}: {description}"
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
         return "[options](settings.md)" if name == "Options" else f"object ({', '.join(schemas[name]['properties'])})"

@@ -171,6 +171,25 @@ def test_an_embedding_of_a1111(tmp_path: Path) -> None:
     assert read_metadata(tmp_path / "style.safetensors")["name"] == "style"
 
 
+def test_the_pickles_of_a_folder(tmp_path: Path) -> None:
+    """In place, without those that are damaged or there already; not those of a network."""
+    for name in ("a.pt", "b.bin", "c.pt"):
+        torch.save(state(), tmp_path / name)
+    (tmp_path / "b.bin").write_bytes(b"damaged")
+    (tmp_path / "c.safetensors").write_bytes(b"kept")
+    with pytest.warns(UserWarning) as warned:
+        assert canvax.convert(tmp_path, tmp_path) == tmp_path
+    assert [path.name for path in sorted(tmp_path.glob("*.safetensors"))] == ["a.safetensors", "c.safetensors"]
+    assert [name for name in ("a.pt:", "b.bin:", "c.pt:") if any(name in str(one.message) for one in warned)] == [
+        "b.bin:",
+        "c.pt:",
+    ]
+    assert (tmp_path / "c.safetensors").read_bytes() == b"kept"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(canvax.CheckpointError):
+        canvax.convert(tmp_path, tmp_path / "out")
+
+
 def test_a_whole_model_from_a_pickle(made: Made, tmp_path: Path) -> None:
     folder, single = made("sd1")
     torch.save({"state_dict": load_file(single), "global_step": 1}, tmp_path / "x.ckpt")

@@ -80,6 +80,7 @@ examples:
   canvax convert model.safetensors my-model              a folder in the diffusers layout
   canvax convert my-model model.safetensors --dtype float16
   canvax convert old.ckpt old.safetensors                the tensors of a pickle, without running it
+  canvax convert embeddings embeddings                   all pickles of a folder
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are ignored. A line that starts with {
@@ -326,7 +327,9 @@ def _compile(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, a file, a Hub id owner/name, or a pickle")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, a file, a Hub id owner/name, a pickle, or a folder of pickles"
+    )
     parser.add_argument("output", metavar="OUTPUT", help="a file that ends in .safetensors, or a folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or write into a folder with files")
     without = ("model", "quantize", "precision", "safety_checker", "prediction_type", "scheduler", "mesh", "offload")

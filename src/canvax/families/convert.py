@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from canvax.types import DType, Params
 from canvax.weights.cast import parse_dtype
 from canvax.weights.entries import PICKLES, check_head, is_pickle, open_weight_file
 from canvax.weights.files import ModelFiles
+from canvax.weights.folder import INDICES
 from canvax.weights.load import stored_components
 from canvax.weights.location import Location, check_source, warn_unused_cache
 from canvax.weights.open import open_files
@@ -59,9 +60,11 @@ def convert(
     """Write a model in another form; without a cast, the bits are the same.
 
     Args:
-        model: a folder, a Hub id, one file of a whole model, or a PyTorch pickle with any tensors.
+        model: a folder, a Hub id, one file of a whole model, a PyTorch pickle with any tensors, or a folder of such
+            pickles.
         output: a name with the suffix .safetensors for one file, otherwise a folder in the diffusers layout. From a
-            pickle only .safetensors, with the pickle's names.
+            pickle only .safetensors, with the pickle's names; from a folder of them a folder. There, pickles that
+            cannot be read or whose file exists are left out with a warning.
         dtype: dtype of the written arrays; by default unchanged.
         overwrite: write into a folder that is not empty, or over a file.
         vae: autoencoder that replaces the model's, or that a file lacks, as in ``canvax.load``.
@@ -105,6 +108,8 @@ def convert(
                 value=output,
             )
         return _from_pickle(path, output, dtype)
+    if not single and path.is_dir() and (pickles := _pickles_in(path)):
+        return _from_pickles(pickles, output, dtype, overwrite=overwrite)
     files = overrides.apply(open_files(origin, accept=_of_a_family, given=overrides.parts), **source)
     opened = read_model(files, np.float32)
     params = stored_components(files, opened.components)
@@ -141,6 +146,27 @@ def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
     if pickled.left_out:
         more = f" and {len(pickled.left_out) - 5} more" if len(pickled.left_out) > 5 else ""
         warn(f"{path}: left out what is no tensor: {', '.join(pickled.left_out[:5])}{more}")
+    return output
+
+
+def _pickles_in(folder: Path) -> list[Path]:
+    """Return the pickles of a folder, unless a model or a network is in it."""
+    files = sorted(folder.iterdir())
+    alone = not {*INDICES, "config.json"} & {path.name for path in files}
+    return [path for path in files if alone and path.suffix.lower() in PICKLES]
+
+
+def _from_pickles(pickles: Sequence[Path], output: Path, dtype: DType | None, *, overwrite: bool) -> Path:
+    for path in pickles:
+        new = output / path.with_suffix(".safetensors").name
+        if os.path.lexists(new) and not overwrite:
+            warn(f"{path}: left out, since {new} exists")
+            continue
+        try:
+            _is_pickle(path)
+            _from_pickle(path, new, dtype)
+        except CheckpointError as fault:
+            warn(f"left out {fault}")
     return output
 
 

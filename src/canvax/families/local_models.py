@@ -14,7 +14,7 @@ from canvax.families.base import CLASSES, Family
 from canvax.families.known import families
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
-from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
+from canvax.weights.entries import PICKLES, UPSCALER, WEIGHTS, is_replaced, pickle_refused
 from canvax.weights.files import open_weights
 from canvax.weights.identify import (
     AUTOENCODER,
@@ -25,7 +25,6 @@ from canvax.weights.identify import (
     T5,
     TEXT_ALONE,
     TRANSFORMER,
-    UPSCALER,
     FileKind,
     FileReport,
     inspect,
@@ -60,16 +59,16 @@ def local_models() -> LocalModels:
     """Return the models of the folder of models, and its unusable files; only headers are read."""
     parts = files()
     faults = {part.path: fault for part in parts if (fault := fault_of(part, parts))}
-    names = by_name([part.path for part in parts])
+    kinds = {part.path: part.kind for part in parts if part.kind}
     models = {
         name: path
-        for name, path in names.items()
-        if path not in faults and any(part.path == path and part.kind in (MODEL, TRANSFORMER) for part in parts)
+        for name, path in by_name([*kinds]).items()
+        if path not in faults and kinds[path] in (MODEL, TRANSFORMER)
     }
     left_out = {
-        f"{name.removesuffix(path.suffix)}{path.suffix}": path for name, path in names.items() if path in faults
+        f"{name.removesuffix(path.suffix)}{path.suffix}": faults[path] for name, path in by_name([*faults]).items()
     }
-    return LocalModels(models, {name: faults[path] for name, path in left_out.items()})
+    return LocalModels(models, left_out)
 
 
 def byte_count(model: Path) -> int:
@@ -85,7 +84,12 @@ def byte_count(model: Path) -> int:
 
 
 def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
-    """Return why a file cannot be used, with the cure; "" for usable files and images. ``near``: see ``completed``."""
+    """Return why a file cannot be used, with the cure; "" for usable files, images and replaced pickles.
+
+    ``near``: see ``completed``.
+    """
+    if is_replaced(part.path):
+        return ""
     if part.path.suffix.lower() in PICKLES and part.kind_name != UPSCALER:
         return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
@@ -154,7 +158,9 @@ def completed(overrides: Overrides, location: Location, near: Sequence[FileRepor
     if inside == missing:
         reasons = dict.fromkeys(inside, "in the same file")
         return replace(overrides, **dict.fromkeys(inside, str(path)), reasons=reasons)
-    near = sorted(_around(path) if near is None else near, key=lambda part: part.path.name)
+    near = sorted(
+        (part for part in (_around(path) if near is None else near) if part.kind), key=lambda part: part.path.name
+    )
     names = {path: name for name, path in by_name([part.path for part in near]).items()}
     choices = [
         [path] if name in inside else [each.path for each in near if each.kind in _KINDS.get(name, _ENCODERS)]

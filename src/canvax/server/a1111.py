@@ -126,6 +126,7 @@ _CONTROL_MODES = {
 }  # fmt: skip
 _STRETCHES, _CROPS, _PADS = ("0", "just resize"), ("1", "crop and resize"), ("2", "resize and fill")
 _NO_PADDING = "is offered only for an image in the proportions of the output; send 0 to stretch or 1 to crop"
+_RESIZE_MODES = "0 stretches, 1 crops, 2 is for images in the proportions of the output, 3 for those of its size"
 _CLIP_SKIP = "CLIP_stop_at_last_layers"
 _PLAIN_VAES = ("", "automatic", "none")
 _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
@@ -140,6 +141,11 @@ class Script(Struct):
     """The arguments of an extension."""
 
     args: Any = None
+
+    @property
+    def is_on(self) -> bool:
+        """True unless there are no arguments, or the first is false: extensions begin with their switch."""
+        return bool(self.args) and not (isinstance(self.args, list) and self.args[0] is False)
 
 
 class ControlUnit(Struct, kw_only=True):
@@ -220,7 +226,7 @@ class ImageToImage(TextToImage, kw_only=True):
 
     init_images: Annotated[list[str], Meta(min_length=1, max_length=1)]  # type: ignore[assignment]
     mask: str | None = None
-    resize_mode: Annotated[int, Meta(ge=0, le=3)] | None = None
+    resize_mode: Annotated[int, Meta(ge=0, le=3, description=_RESIZE_MODES)] | None = None
     mask_blur: Annotated[float, Meta(ge=0, le=1000)] | None = None
     mask_blur_x: Annotated[float, Meta(ge=0, le=1000)] | None = None
     inpainting_fill: Annotated[int, Meta(ge=0, le=3)] | None = None
@@ -722,7 +728,7 @@ def _check_offered(body: TextToImage) -> None:
         if getattr(body, name):
             raise _refused(name, "is not offered by this server; leave it out")
     scripts = (body.alwayson_scripts or {}).items()
-    if names := [name for name, script in scripts if script.args and name.lower() != CONTROLNET]:
+    if names := [name for name, script in scripts if script.is_on and name.lower() != CONTROLNET]:
         raise _refused("alwayson_scripts", f"{names[0][:60]!r} is not offered by this server; leave it out")
 
 
@@ -732,9 +738,9 @@ def _controls(body: TextToImage, card: ModelCard, image: Image.Image | None) -> 
     Raises:
         Rejected: a unit has no image or no model, or an option that is not offered.
     """
-    scripts = (script.args for name, script in (body.alwayson_scripts or {}).items() if name.lower() == CONTROLNET)
+    scripts = [one for name, one in (body.alwayson_scripts or {}).items() if name.lower() == CONTROLNET and one.is_on]
     try:
-        units = [msgspec.convert(unit, ControlUnit, strict=False) for args in scripts for unit in args or ()]
+        units = [msgspec.convert(unit, ControlUnit, strict=False) for script in scripts for unit in script.args]
     except (msgspec.ValidationError, TypeError) as fault:
         raise _of_unit(f"cannot be read: {fault}") from None
     units = [unit for unit in units if unit.enabled]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from canvax.pipelines.adapter_files import AdapterFiles, a1111_hash_of, several,
 from canvax.pipelines.adapter_weights import Weights, per_image, plain_weight
 from canvax.pipelines.slots import COUNT, LARGEST, Bank, Packed, RankTooHigh, Shares, bucket, share_rows
 from canvax.pipelines.texts import tags_of
-from canvax.server.jobs import AdapterCard, Rejected, invalid, unusable
+from canvax.server.jobs import LOOK_SECONDS, AdapterCard, Rejected, invalid, unusable
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.identify import LORA, family_of
 from canvax.weights.location import Location
@@ -161,14 +162,23 @@ class AdapterCache:
 
     def refresh(self) -> None:
         """Look into the folder again."""
+        self._looked = time.monotonic()
         self._files = AdapterFiles(self._settings.folder, self._settings.files)
+
+    def renew(self) -> None:
+        """Look for new files, at most once in ``LOOK_SECONDS``."""
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            before = self._files
+            self.refresh()
+            if self._files.paths == before.paths:  # whose headers may have been read
+                self._files = before
 
     def summary(self) -> str:
         """Return lines for the operator: how many adapters there are, the memory of the slots, and files that cannot
         be used."""
         places, size, cards = self.bank.places, self.bank.bytes / (1 << 20), self.cards()
         line = (
-            f"{sum(not card.fault for card in cards)} adapters can be used; {places.count} slots of rank "
+            f"usable adapters: {sum(not card.fault for card in cards)}; {places.count} slots of rank "
             f"{places.rank} (layers: {places.layers}) take up to {size:.0f} MB in addition to the weights"
         )
         return "\n".join([line, *unusable(cards, "adapters")])
@@ -213,6 +223,8 @@ class AdapterCache:
         Raises:
             Rejected: no adapter or several have the name, or it does not fit this model.
         """
+        if not self._files.matches(name):
+            self.renew()
         files = self._files
         names = files.matches(name)
         if not names:

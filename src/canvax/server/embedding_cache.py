@@ -9,8 +9,10 @@ that still wait for it get its vectors written again when their turn comes.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from canvax.parallel.rules import place
 from canvax.params import Params, flatten
 from canvax.pipelines.adapter_files import sha256_of
 from canvax.pipelines.merging import node_at, with_arrays
-from canvax.server.jobs import EmbeddingCard, unusable
+from canvax.server.jobs import LOOK_SECONDS, EmbeddingCard, unusable
 from canvax.tokenizers.clip import words_in
 from canvax.types import HostArray
 from canvax.weights.data_folder import embedding_files, embedding_name
@@ -112,10 +114,17 @@ class EmbeddingCache:
 
     def refresh(self) -> None:
         """Look into the folder again."""
+        self._looked = time.monotonic()
         loaded = {word for tokenizer in self._model.tokenizers.values() for word in getattr(tokenizer, "added", ())}
         paths = {name: path for name, path in embedding_files().items() if name not in loaded}
         with self._lock:
             self._paths = paths
+
+    def renew(self) -> None:
+        """Look for new files, at most once in ``LOOK_SECONDS``."""
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            with suppress(InputError, OSError):  # the folder is away for a while
+                self.refresh()
 
     def cards(self) -> list[EmbeddingCard]:
         """Return cards of all files of the folder, with the reason if one does not fit this model."""
@@ -127,7 +136,7 @@ class EmbeddingCache:
         """Return lines for the operator: how many files can be named, and why others cannot; "" without files."""
         cards = self.cards()
         count = sum(not card.fault for card in cards)
-        lines = [f"{count} embeddings may be named in prompts", *unusable(cards, "embeddings")]
+        lines = [f"usable embeddings: {count}", *unusable(cards, "embeddings")]
         return "\n".join(lines) if cards else ""
 
     def named(self, texts: Sequence[str]) -> tuple[Words, tuple[HintWarning, ...]]:
@@ -136,6 +145,7 @@ class EmbeddingCache:
         Raises:
             InputError: the model has too few rows for all of them.
         """
+        self.renew()  # any word of a text may be the name of a new file
         with self._lock:
             names = dict.fromkeys(word for text in texts for word, *_ in words_in(text, self._paths))
             read = {name: self._read(name) for name in names}

@@ -784,9 +784,9 @@ class ImageEngine:
 
 
 def _listed(cache: Any, refresh: bool) -> Sequence[Any]:
-    """Return the cards of a cache of files; ``refresh``: look into the folder again."""
-    if cache and refresh:
-        cache.refresh()
+    """Return the cards of a cache of files; ``refresh``: look into the folder at once."""
+    if cache:
+        (cache.refresh if refresh else cache.renew)()
     return cache.cards() if cache else ()
 
 

@@ -23,6 +23,9 @@ Format = Literal["png", "jpeg", "webp"]
 LOOKS = 15.0
 """Seconds after asking how a job looks, within which somebody asks again. Previews are made as long."""
 
+LOOK_SECONDS = 1.0
+"""Least time between two looks into a folder for new files."""
+
 LARGEST = 4
 """Times the pixels of the largest size of the start, that are compiled on demand."""
 
@@ -593,7 +596,7 @@ class Engine(Protocol):
         ...
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
-        """Return the adapters that a model's requests may name; ``refresh``: look into the folder again.
+        """Return the adapters that a model's requests may name; ``refresh``: look into the folder at once.
 
         Raises:
             Rejected: there is no such model.

@@ -83,15 +83,13 @@ def embedding_files() -> dict[str, Path]:
 
     Names are in lower case. A pickle is left out if a safetensors file has the same name.
     """
-    from canvax.weights.entries import PICKLES
+    from canvax.weights.entries import PICKLES, is_replaced
 
     folder = data_folder()
     places = [folder / "embeddings", folder / "models/embeddings"] if folder else []
     paths = [path for place in places for path in sorted(place.rglob("*")) if path.is_file()]
-    paths = [path for path in paths if path.suffix.lower() in (".safetensors", *PICKLES)]
-    safe = {path.with_suffix("") for path in paths if path.suffix == ".safetensors"}
-    usable = [path for path in paths if path.suffix == ".safetensors" or path.with_suffix("") not in safe]
-    return {name.lower(): path for name, path in by_name(usable).items()}
+    paths = [p for p in paths if p.suffix.lower() in (".safetensors", *PICKLES) and not is_replaced(p)]
+    return {name.lower(): path for name, path in by_name(paths).items()}
 
 
 def embedding_name(name: str, path: Path) -> str:

@@ -33,6 +33,11 @@ WEIGHTS = (".safetensors", ".gguf")
 PICKLES = (".ckpt", ".bin", ".pt", ".pth", ".pkl", ".pickle")
 """Suffixes of files that are not opened, since reading them can run code."""
 
+UPSCALER = "an upscaler, which canvax does not use"
+_UPSCALERS = ("dat", "esrgan", "ldsr", "realesrgan", "scunet", "swinir", "upscale_models")
+"""Folders of A1111 and ComfyUI for upscalers."""
+_UPSCALER = re.compile(r"esrgan|ultrasharp|^[248]x[-_]|x[248]plus", re.IGNORECASE)
+
 
 class Decode(NamedTuple):
     """Conversion of stored items to numbers.
@@ -249,6 +254,16 @@ def is_pickle(head: bytes) -> bool:
     return (
         head.startswith((b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))) and not is_safetensors
     )
+
+
+def is_upscaler(path: Path) -> bool:
+    """Return whether a file is an upscaler by its folder or its name."""
+    return path.parent.name.lower() in _UPSCALERS or _UPSCALER.search(path.name) is not None
+
+
+def is_replaced(path: Path) -> bool:
+    """Return whether a file is a pickle with a safetensors file of the same name next to it."""
+    return path.suffix.lower() in PICKLES and path.with_suffix(".safetensors").is_file()
 
 
 def pickle_refused(path: str | Path) -> str:

@@ -15,7 +15,7 @@ from canvax.families.qwen_image_1 import QWEN_IMAGE_1, file_title
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
 from canvax.weights.adapter_names import is_adapters, split_name
-from canvax.weights.entries import PICKLES, WEIGHTS, foreign, open_weight_file
+from canvax.weights.entries import PICKLES, UPSCALER, WEIGHTS, foreign, is_upscaler, open_weight_file
 from canvax.weights.files import open_weights
 from canvax.weights.folder import INDEX, INDICES
 from canvax.weights.safetensors import read_metadata
@@ -37,11 +37,7 @@ _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
 """Suffixes that browsers and downloaders give to incomplete files."""
 
-UPSCALER = "an upscaler, which canvax does not use"
 DAMAGED = "damaged"
-_UPSCALERS = ("dat", "esrgan", "ldsr", "realesrgan", "scunet", "swinir", "upscale_models")
-"""Folders of A1111 and ComfyUI for upscalers."""
-_UPSCALER = re.compile(r"esrgan|ultrasharp|^[248]x[-_]|x[248]plus", re.IGNORECASE)
 _HEAD = 64
 
 BASES = {
@@ -252,8 +248,7 @@ def inspect(path: Path) -> FileReport | None:
     if path.is_dir():
         return _inspect_folder(path)
     suffix = path.suffix.lower()
-    enlarges = path.parent.name.lower() in _UPSCALERS or _UPSCALER.search(path.name)
-    if suffix in PICKLES and enlarges:
+    if suffix in PICKLES and is_upscaler(path):
         return FileReport(path, UPSCALER)
     if kind_name := _by_ending(suffix):
         return FileReport(path, kind_name)
@@ -276,7 +271,7 @@ def inspect(path: Path) -> FileReport | None:
         family = file_title(shapes, path.stem)
     if kind is TRANSFORMER and all(any(name.startswith(start) for name in shapes) for start in INSIDE.values()):
         return FileReport(path, MODEL.name, family, kind)
-    kind_name = kind.name if kind else UPSCALER if enlarges else "not recognised"
+    kind_name = kind.name if kind else UPSCALER if is_upscaler(path) else "not recognised"
     if missing:
         kind_name = f"a model without {' and '.join(missing)}"
     return FileReport(path, kind_name, family, None if missing else kind)

@@ -12,7 +12,7 @@ from typing import Any
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
 from canvax.weights.data_folder import VARIABLE, find_named, meant_by
-from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
+from canvax.weights.entries import PICKLES, UPSCALER, WEIGHTS, is_upscaler, pickle_refused
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
 """Models in the package, by name."""
@@ -198,10 +198,10 @@ def refuse_pickle(path: str | Path) -> None:
     """Refuse a file whose name is that of a pickle.
 
     Raises:
-        CheckpointError: with the command that converts it to safetensors.
+        CheckpointError: with the command that converts it to safetensors, except for an upscaler.
     """
     if Path(path).suffix.lower() in PICKLES:
-        raise CheckpointError(f"{path}: {pickle_refused(path)}")
+        raise CheckpointError(f"{path}: {f'is {UPSCALER}' if is_upscaler(Path(path)) else pickle_refused(path)}")
 
 
 def _architecture(text: str) -> str:

@@ -323,7 +323,7 @@ function tellLost(settings, missing = [], actions = [], upscale = settings.upsca
   const rest = missing.filter((text) => !LORA.test(text));
   const adapters = [
     ...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]),
-    ...missing.map((text) => text.match(LORA)).filter(Boolean).map(([text, name, weight]) => [text, name, /:/.test(weight) ? weight : Number(weight || 1)]),
+    ...missing.map((text) => text.match(LORA)).filter((tag) => tag?.[2].includes(":")),
   ];
   let [close, first] = [() => {}, null];
   const tell = (note = "") => {
@@ -345,10 +345,12 @@ function tellLost(settings, missing = [], actions = [], upscale = settings.upsca
   tell();
 }
 
-/** The prompt without the commas of LoRAs that were taken out. */
+/** With the LoRAs that were taken out of the prompt as adapters, and the prompt without the commas that they leave. */
 function tidied(settings, missing = []) {
-  if (!settings.prompt || !missing.some((text) => LORA.test(text))) return settings;
-  return { ...settings, prompt: settings.prompt.replace(/\s*,(\s*,)+/g, ",").replace(/^[\s,]+|[\s,]+$/g, "") };
+  const tags = missing.map((text) => text.match(LORA)).filter(Boolean);
+  if (!tags.length) return settings;
+  const adapters = Object.fromEntries(tags.filter(([, , weight]) => !weight.includes(":")).map(([, name, weight]) => [name, Number(weight || 1)]));
+  return { ...settings, adapters: { ...settings.adapters, ...adapters }, prompt: settings.prompt?.replace(/\s*,(\s*,)+/g, ",").replace(/^[\s,]+|[\s,]+$/g, "") };
 }
 
 const LORA = /^<lora:([^:<>]+):?([\d.:-]*)[^<>]*>$/;
