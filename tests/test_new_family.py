@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import canvax
 import canvax.extend
@@ -322,6 +323,18 @@ def test_a_class_that_a_family_lacks(gained: Callable[..., canvax.Pipeline], tmp
     for changes in ({"pipelines": "GainedPipeline"}, {"classes": {**GAINED.classes, "mlp": ("Gained")}}):
         with refused("family"):
             gained(**changes)
+
+
+def test_missing_arrays_have_the_names_of_files(gained: Callable[..., canvax.Pipeline], tmp_path: Path) -> None:
+    (weights,) = (tmp_path / "gained/mlp").glob("*.safetensors")
+    arrays = load_file(weights)
+    del arrays["out.bias"], arrays["text.weight"]
+    save_file(arrays, weights)
+    names = (canvax.extend.Rule("net.last", "out"), canvax.extend.Rule("net.both", ("x", "text")))
+    with pytest.raises(canvax.CheckpointError) as caught:
+        gained(names=names)
+    assert "net.last.bias" in str(caught.value)
+    assert "net.both.weight" in str(caught.value)
 
 
 def test_an_autoencoder_of_the_package_is_saved_with_its_config(tmp_path: Path) -> None:
