@@ -52,7 +52,7 @@ def register(family: Family) -> Family:
         The family.
 
     Raises:
-        InputError: it has the name of a family of canvax, describes no files, or has a text in place of a tuple.
+        InputError: it has the name of a family of canvax, describes no files, or has a text instead of a tuple.
     """
     if any(known.name == family.name for known in FAMILIES):
         raise InputError("family", "has the name of a family of canvax", cure="choose another", value=family.name)
@@ -61,7 +61,7 @@ def register(family: Family) -> Family:
         raise InputError("family", problem, cure="canvax.pipeline_of needs no registration", value=family.name)
     for names in (family.pipelines, *family.classes.values()):
         if isinstance(names, str):
-            problem = f"has a text, {names!r}, in place of a tuple in {{pipelines}} or {{classes}}"
+            problem = f"has the text {names!r} instead of a tuple in {{pipelines}} or {{classes}}"
             raise InputError("family", problem, cure=f"write ({names!r},)", value=family.name)
     _registered[family.name] = family
     return family
