@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import canvax
 import canvax.extend
@@ -119,6 +121,31 @@ def test_arguments_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
         with pytest.raises(canvax.InputError) as caught:
             call()
         assert argument in (caught.value.argument, str(caught.value).split(".")[0])
+
+
+def test_a_prediction_is_that_of_the_scheduler(pipe: canvax.Pipeline) -> None:
+    """Or it is refused; without a declaration it is any."""
+    velocity = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction"}
+    fits = {"epsilon": "DDIMScheduler", "v_prediction": velocity, "flow_prediction": "FlowMatchEulerDiscreteScheduler"}
+    for declared in (None, *fits):
+        for kind, scheduler in fits.items():
+            networks = dataclasses.replace(NETWORKS, prediction=declared)
+            with nullcontext() if declared in (None, kind) else refused("scheduler"):
+                made = canvax.pipeline_of(networks, pipe.params, scheduler, mesh=pipe.mesh)
+                assert made.model.scheduler.schedule.prediction_type == kind
+
+
+def test_networks_that_cannot_be_one_model() -> None:
+    reader, mlp, vae = (Letters(name, (5,)) for name in ("reader", "mlp", "vae"))
+    alone: Any = reader
+    for text in (alone, TextEncoders(alone)):
+        with refused("text"):
+            dataclasses.replace(NETWORKS, text=text)
+    for encoders in ((reader, reader), (mlp,), (vae,)):
+        with refused("component"):
+            dataclasses.replace(NETWORKS, text=TextEncoders(encoders))
+    with refused("prediction"):
+        dataclasses.replace(NETWORKS, prediction="velocity")
 
 
 def test_saved_parameters_are_loaded(pipe: canvax.Pipeline, tmp_path: Path) -> None:
@@ -223,6 +250,91 @@ def test_values_that_a_folder_cannot_hold_are_in_warnings(tmp_path: Path, monkey
         assert name in warning
     (warning,) = saved(loaded.with_denoiser(Gained(GainConfig(4.0))), tmp_path / "again")  # its folder has a config
     assert "mlp.config.gain" in warning
+
+
+def own_times(config: Any, files: ModelFiles) -> canvax.extend.Scheduler:
+    fields = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": config["bend"]}
+    return canvax.extend.from_scheduler_config(fields)
+
+
+@pytest.fixture
+def gained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., canvax.Pipeline]:
+    """Load a folder of the family ``GAINED`` with changes of the family."""
+    networks = Networks(Gained(), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    pipe = pipeline_of(networks, GAINED)
+    pipe.save(tmp_path / "gained")
+
+    def load(argument: dict[str, Any] | None = None, **changes: Any) -> canvax.Pipeline:
+        monkeypatch.setattr(known, "_registered", {})
+        canvax.extend.register(dataclasses.replace(GAINED, **changes))
+        return canvax.load(tmp_path / "gained", mesh=pipe.mesh, progress=False, **(argument or {}))
+
+    return load
+
+
+def test_a_scheduler_with_a_class_of_its_own(gained: Callable[..., canvax.Pipeline], tmp_path: Path) -> None:
+    """The family reads it. Without its function or the class it is refused."""
+    index = json.loads((tmp_path / "gained/model_index.json").read_text("utf-8"))
+    index["scheduler"] = ["gained", "BentScheduler"]
+    (tmp_path / "gained/model_index.json").write_text(json.dumps(index), "utf-8")
+    (tmp_path / "gained/scheduler/scheduler_config.json").write_text('{"bend": 2.5}', "utf-8")
+    classes = {**GAINED.classes, "scheduler": ("BentScheduler",)}
+    pipe = gained(scheduler=own_times, classes=classes)
+    assert pipe.model.scheduler.schedule.shift == 2.5
+    pipe.save(tmp_path / "again")
+    assert canvax.load(tmp_path / "again", mesh=pipe.mesh).model.scheduler.schedule.shift == 2.5
+    for changes in ({"classes": classes}, {"scheduler": own_times}):
+        with pytest.raises(canvax.CheckpointError):
+            gained(**changes)
+
+
+def test_a_folder_with_another_prediction_than_the_networks(gained: Callable[..., canvax.Pipeline]) -> None:
+    def read(files: ModelFiles, kind: str = "v_prediction") -> Networks:
+        return dataclasses.replace(read_gained(files), prediction=kind)
+
+    with pytest.raises(canvax.CheckpointError):
+        gained(read=read)
+    velocity = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction"}
+    assert gained({"scheduler": velocity}, read=read).model.scheduler.schedule.prediction_type == "v_prediction"
+    with refused("scheduler"):
+        gained({"scheduler": velocity | {"prediction_type": "epsilon"}}, read=read)
+    with refused("prediction_type"):
+        gained({"scheduler": velocity, "prediction_type": "v_prediction"}, read=partial(read, kind="epsilon"))
+
+
+def test_functions_of_a_family_with_other_results(gained: Callable[..., canvax.Pipeline]) -> None:
+    """The error names the family."""
+    text: Any = Letters("text_encoder", (5,))
+    wrong: list[dict[str, Any]] = [
+        {"read": lambda files: None}, {"scheduler": lambda config, files: dict(config)},
+        {"read": lambda files: Networks(Gained(), Squares(), text)},
+    ]  # fmt: skip
+    for changes in wrong:
+        with pytest.raises(canvax.CheckpointError, match="the family gained"):
+            gained(**changes)
+
+
+def test_a_class_that_a_family_lacks(gained: Callable[..., canvax.Pipeline], tmp_path: Path) -> None:
+    """The error has those of the family. A forgotten comma is refused before."""
+    index = json.loads((tmp_path / "gained/model_index.json").read_text("utf-8"))
+    (tmp_path / "gained/model_index.json").write_text(json.dumps(index | {"mlp": ["gained", "Other"]}), "utf-8")
+    with pytest.raises(canvax.CheckpointError, match="Gained"):
+        gained()
+    for changes in ({"pipelines": "GainedPipeline"}, {"classes": {**GAINED.classes, "mlp": ("Gained")}}):
+        with refused("family"):
+            gained(**changes)
+
+
+def test_missing_arrays_have_the_names_of_files(gained: Callable[..., canvax.Pipeline], tmp_path: Path) -> None:
+    (weights,) = (tmp_path / "gained/mlp").glob("*.safetensors")
+    arrays = load_file(weights)
+    del arrays["out.bias"], arrays["text.weight"]
+    save_file(arrays, weights)
+    names = (canvax.extend.Rule("net.last", "out"), canvax.extend.Rule("net.both", ("x", "text")))
+    with pytest.raises(canvax.CheckpointError) as caught:
+        gained(names=names)
+    assert "net.last.bias" in str(caught.value)
+    assert "net.both.weight" in str(caught.value)
 
 
 def test_an_autoencoder_of_the_package_is_saved_with_its_config(tmp_path: Path) -> None:
@@ -833,6 +945,23 @@ def test_an_output_without_a_memory_is_refused() -> None:
         assert caught.value.argument == "denoiser"
 
 
+class Half(Squares):
+    """Its methods return another dtype."""
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        return super().decode(p, latents).astype(jnp.bfloat16)
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> Any:
+        return tuple(moment.astype(jnp.bfloat16) for moment in super().encode(p, images))
+
+
+def test_pixels_and_latents_are_float32(pipe: canvax.Pipeline) -> None:
+    half = pipeline_of(dataclasses.replace(NETWORKS, vae=Half()))
+    result = draw(half)
+    assert (result.pixels.dtype, half.encode_image(PIXELS).dtype) == (np.float32, np.float32)
+    np.testing.assert_allclose(result.pixels, draw(pipe).pixels, atol=0.01)
+
+
 class Halved(Squares):
     """Its ``decode`` returns half of the rows."""
 
@@ -874,6 +1003,28 @@ class Bare(Letters):
 
     def encode(self, p: Params, ids: Array, count: Array) -> Any:
         return super().encode(p, ids, count)["text"]
+
+
+@dataclass(frozen=True)
+class Reads(Letters):
+    """Its ``read`` returns something else than ``inputs`` declares."""
+
+    fault: str = ""
+
+    def read(self, *arguments: Any, **keywords: Any) -> dict[str, np.ndarray]:
+        arrays = super().read(*arguments, **keywords)
+        ids, count = arrays["ids"], arrays["count"]
+        faults = {"name": {"ids": ids}, "more": arrays | {"mask": ids}, "shape": arrays | {"ids": ids[:, :1]},
+                  "dtype": arrays | {"count": count + 0.5}}  # fmt: skip
+        return faults[self.fault]
+
+
+@pytest.mark.parametrize("fault", ["name", "more", "shape", "dtype"])
+def test_arrays_that_a_reader_does_not_declare_are_refused(fault: str) -> None:
+    pipe = pipeline_of(dataclasses.replace(NETWORKS, text=TextEncoders((Reads("reader", (5,), fault),))))
+    for call in (lambda: draw(pipe), lambda: pipe.encode("a fox")):
+        with refused("text"):
+            call()
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
     else:
         for name in clip_configs(preset.text):
             shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / name.replace("text_encoder", "tokenizer"))
-        scheduler = _SCHEDULER | {"prediction_type": preset.prediction}
+        scheduler = _SCHEDULER | {"prediction_type": preset.prediction or "epsilon"}
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     _write_json(folder / INDEX, layout.index_of(preset) if layout else _unet_index(preset))
     return folder

@@ -32,7 +32,7 @@ from canvax.weights.folder import library_of
 from canvax.weights.formats import whole_name
 from canvax.weights.layouts import arrays_read, arrays_to_save, reads_parts_of_arrays
 from canvax.weights.load import Component
-from canvax.weights.rules import Rule
+from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.save import narrowed, save_checkpoint
 
@@ -323,6 +323,7 @@ class Model:
                 library_of(name),
                 partial(arrays_read, self.networks, name, self.family.names),
                 partial(arrays_to_save, self.networks, name, self.family.stacks),
+                Names(self.family.names if name == self.networks.denoiser.component else ()).others,
             )
             for name, spec in self.specs.items()
         ]

@@ -52,13 +52,17 @@ def register(family: Family) -> Family:
         The family.
 
     Raises:
-        InputError: it has the name of a family of canvax, or describes no files.
+        InputError: it has the name of a family of canvax, describes no files, or has a text instead of a tuple.
     """
     if any(known.name == family.name for known in FAMILIES):
         raise InputError("family", "has the name of a family of canvax", cure="choose another", value=family.name)
     if not family.pipelines or not family.classes or family.read is no_networks:
         problem = "describes no files, which need {pipelines}, {classes} and {read}"
         raise InputError("family", problem, cure="canvax.pipeline_of needs no registration", value=family.name)
+    for names in (family.pipelines, *family.classes.values()):
+        if isinstance(names, str):
+            problem = f"has the text {names!r} instead of a tuple in {{pipelines}} or {{classes}}"
+            raise InputError("family", problem, cure=f"write ({names!r},)", value=family.name)
     _registered[family.name] = family
     return family
 

@@ -43,11 +43,12 @@ class Parts(NamedTuple):
     defaults: Defaults
 
 
-def _scheduler_config(files: ModelFiles) -> dict[str, Any]:
+def _scheduler_config(family: Family, files: ModelFiles) -> dict[str, Any]:
     """Return the scheduler's config, with the class that ``model_index.json`` names, as in diffusers."""
     config, name = files.config("scheduler"), files.components["scheduler"]
-    if name not in KNOWN_CLASSES:
-        raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(KNOWN_CLASSES))}")
+    known = {*KNOWN_CLASSES, *family.classes.get("scheduler", ())}
+    if name not in known:
+        raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(known))}")
     class_name = str(config.get("_class_name")).removeprefix("Flax")
     return {**config, "_class_name": name} if class_name in KNOWN_CLASSES and class_name != name else config
 
@@ -58,7 +59,22 @@ def read_networks(files: ModelFiles) -> Networks:
     Raises:
         CheckpointError: as ``read_parts``.
     """
-    return family_of(files.index).read(files)
+    return _networks(family_of(files.index), files)
+
+
+def _networks(family: Family, files: ModelFiles) -> Networks:
+    """Return what ``Family.read`` returns for a checkpoint.
+
+    Raises:
+        CheckpointError: it refuses the checkpoint, or returns no networks.
+    """
+    try:
+        networks: Any = family.read(files)
+    except InputError as error:  # of a record
+        raise CheckpointError(f"{files}: the family {family.name} cannot read it: {error}") from error
+    if not isinstance(networks, Networks):
+        raise CheckpointError(f"{files}: read of the family {family.name} returns {shown(networks)}, no Networks")
+    return networks
 
 
 def read_parts(files: ModelFiles) -> Parts:
@@ -68,7 +84,7 @@ def read_parts(files: ModelFiles) -> Parts:
         CheckpointError: a component is missing or its config is not supported.
     """
     family = family_of(files.index)
-    networks = family.read(files)
+    networks = _networks(family, files)
     scheduler = _read_scheduler(family, files, networks)
     usual = family.defaults_of(networks, scheduler.schedule)
     return Parts(family, networks, scheduler, read_defaults(files.folder() / "canvax.json", usual))
@@ -76,11 +92,15 @@ def read_parts(files: ModelFiles) -> Parts:
 
 def _read_scheduler(family: Family, files: ModelFiles, networks: Networks) -> Scheduler:
     try:
-        config = _scheduler_config(files)
-        scheduler = family.scheduler(config, files) if family.scheduler else from_scheduler_config(config)
+        config = _scheduler_config(family, files)
+        scheduler: Any = family.scheduler(config, files) if family.scheduler else from_scheduler_config(config)
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
-    _check_prediction(files, networks, scheduler)
+    if not isinstance(scheduler, Scheduler):
+        raise CheckpointError(
+            f"{files}: scheduler of the family {family.name} returns {shown(scheduler)}, no Scheduler"
+        )
+    _check_prediction(files, networks, replace(scheduler, config=config))
     return family.scheduled(scheduler)
 
 
@@ -92,31 +112,31 @@ def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Schedule
         CheckpointError: the checkpoint contradicts this.
     """
     kind = networks.prediction
-    if kind == "flow_prediction" and files.overrides.get("prediction_type", kind) != kind:
-        problem = f"does not go with {files.name}, a flow model"
+    if kind and files.overrides.get("prediction_type", kind) != kind:
+        problem = f"does not go with {files.name}, whose prediction is {kind}"
         raise InputError("prediction_type", problem, cure="leave it out", value=files.overrides["prediction_type"])
     try:
-        check_scheduler(networks, replace(scheduler, config=_scheduler_config(files)), files.name)
+        check_scheduler(networks, scheduler, files.name)
     except InputError as error:
         if "scheduler" in files.overrides:
             raise
-        raise CheckpointError(
-            f"{files}: its scheduler, {error.value}, {error.problem}; load it with scheduler="
-            f"{{'_class_name': {FLOW!r}}}"
-        ) from None
+        cure = f"scheduler={{'_class_name': {FLOW!r}}}" if kind == "flow_prediction" else f"prediction_type={kind!r}"
+        raise CheckpointError(f"{files}: its scheduler, {error.value}, {error.problem}; load it with {cure}") from None
 
 
 def check_scheduler(networks: Networks, scheduler: Scheduler, name: str) -> None:
-    """Refuse a scheduler that is not of a flow, if the denoiser predicts the velocity of a flow.
+    """Refuse a scheduler of another prediction type than the networks declare; those of UNets declare none.
 
     Raises:
         InputError: the scheduler does not fit the model ``name``.
     """
-    schedule = scheduler.schedule
-    # The prediction type of a UNet is that of its scheduler.
-    if networks.prediction == "flow_prediction" and not schedule.is_flow:
-        problem = f"is for models that predict {schedule.prediction_type}, and {name} is a flow model"
-        raise InputError("scheduler", problem, cure=f"take {FLOW}", value=scheduler.config.get("_class_name"))
+    declared, kind = networks.prediction, scheduler.schedule.prediction_type
+    if declared not in (None, kind):
+        problem = f"has the prediction type {kind}, and the prediction of {name} is {declared}"
+        cure = (
+            f"take {FLOW}" if declared == "flow_prediction" else f"give a config with 'prediction_type': {declared!r}"
+        )
+        raise InputError("scheduler", problem, cure=cure, value=scheduler.config.get("_class_name"))
 
 
 def unsaved(model: Model, folder: str | Path) -> list[str]:
@@ -135,7 +155,7 @@ def unsaved(model: Model, folder: str | Path) -> list[str]:
         lost = [f"the tokenizer of {', '.join(without)} is not saved; put its files into "
                 f"{', '.join(map(repr, filter(None, folders))) or 'the folder'}"] if without else []  # fmt: skip
     try:
-        networks = family.read(files)
+        networks = _networks(family, files)
         scheduler = _read_scheduler(family, files, networks)
     except Exception as error:  # of the family's code
         return [*lost, f"canvax.load cannot read what is saved: {type(error).__name__}: {error}"]

@@ -167,7 +167,7 @@ def decode_images(
     def some(latents: Array) -> Array:
         images, (batch, height, width, _) = autoencoder.decode(params, latents, tiled=tiled), latents.shape
         sides = height * autoencoder.factor, width * autoencoder.factor
-        _check_shape(autoencoder, "decode", images, (batch, *sides, channels_of(autoencoder)))
+        images = _checked(autoencoder, "decode", images, (batch, *sides, channels_of(autoencoder)))
         return jnp.clip(images, 0.0, 1.0)
 
     pixels = latents.shape[1] * latents.shape[2] * autoencoder.factor**2
@@ -195,9 +195,10 @@ def encode_images(
         problem = f"returns {shown(moments)} from {type(autoencoder).__name__}.encode"
         raise InputError("vae", problem, cure="return (mean, deviation)")
     sides = height // autoencoder.factor, width // autoencoder.factor
-    for moment in moments:
-        _check_shape(autoencoder, "encode", moment, (batch, *sides, autoencoder.latent_channels))
-    return moments[0], moments[1]
+    mean, deviation = (
+        _checked(autoencoder, "encode", moment, (batch, *sides, autoencoder.latent_channels)) for moment in moments
+    )
+    return mean, deviation
 
 
 def channels_of(autoencoder: Autoencoder) -> int:
@@ -205,8 +206,8 @@ def channels_of(autoencoder: Autoencoder) -> int:
     return getattr(autoencoder, "channels", 3)
 
 
-def _check_shape(autoencoder: Autoencoder, method: str, array: Any, shape: tuple[int, ...]) -> None:
-    """Refuse an array that a method of a user's autoencoder returns in another shape.
+def _checked(autoencoder: Autoencoder, method: str, array: Any, shape: tuple[int, ...]) -> Array:
+    """Return an array from a method of a user's autoencoder as float32, after checking its shape.
 
     Raises:
         InputError: the shape is another.
@@ -216,6 +217,7 @@ def _check_shape(autoencoder: Autoencoder, method: str, array: Any, shape: tuple
         problem = f"returns {shown(array)} from {kind}.{method}, and {[*shape]} follows from its attributes"
         cure = f"correct one of them, factor={autoencoder.factor} or latent_channels={autoencoder.latent_channels}"
         raise InputError("vae", problem, cure=cure)
+    return jnp.asarray(array, jnp.float32)
 
 
 def _in_micro_batches(function: Callable[[Array], Array], x: Array, *, most: int) -> Array:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import jax.numpy as jnp
 
-from canvax.errors import InputError
+from canvax.call import PredictionType
+from canvax.errors import InputError, nearest
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control
 from canvax.models.decode import Autoencoder, autoencoder_of, channels_of
@@ -34,20 +35,34 @@ class Networks:
         denoiser: the network inside the loop.
         vae: the autoencoder, a ``canvax.models.decode.Autoencoder``, or its config.
         text: the text encoders.
-        prediction: prediction type of the denoiser: "flow_prediction", whose checkpoints need the scheduler of a flow;
-            "epsilon" or "v_prediction", where a checkpoint's scheduler names it.
+        prediction: "flow_prediction", "epsilon", "v_prediction" or "sample": schedulers of another prediction type are
+            refused. None: that of the scheduler.
         controls: networks that read control images, by component.
         ip_adapters: networks that read image prompts, by component.
         image_encoder: the encoder of image prompts; None without IP-Adapters.
+
+    Raises:
+        InputError: ``prediction`` or ``text`` is something else, or two networks have the same component.
     """
 
     denoiser: Denoiser
     vae: Any
     text: TextEncoders
-    prediction: str = "epsilon"
+    prediction: str | None = None
     controls: tuple[tuple[str, Control], ...] = ()
     ip_adapters: tuple[tuple[str, IPAdapter], ...] = ()
     image_encoder: ImageEncoder | None = None
+
+    def __post_init__(self) -> None:
+        if self.prediction not in (None, *(known := get_args(PredictionType))):
+            cure = nearest(str(self.prediction), known)
+            raise InputError("prediction", "is not known", cure=cure, value=self.prediction)
+        if not isinstance(self.text, TextEncoders) or not isinstance(self.text.encoders, tuple | list):
+            raise InputError("text", "has no tuple of encoders", cure="give TextEncoders((encoder,))", value=self.text)
+        names = [*self.text.names, self.denoiser.component, "vae", *dict(self.controls), *dict(self.ip_adapters)]
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            problem = f"of two networks is {twice[0]!r}, which is the key of parameters"
+            raise InputError("component", problem, cure="give each another")
 
     def specs(self, quantize: str | None = None, *, streamed: bool = False) -> dict[str, Spec]:
         """Return the declared parameters of each component, with large weights quantised to ``quantize``.

@@ -177,7 +177,7 @@ class TextEncoder:
         del options
         text, most = "".join(piece for piece, _ in pieces), self.room(self.lengths[-1])
         if any(weight != 1 for _, weight in pieces):
-            problem = "has weights or BREAK, which a language model does not read"
+            problem = "has weights or BREAK, which this text encoder does not read"
             cure = "take them out, or give {prompt_syntax='plain'}, which reads brackets as text"
             raise InputError("prompt", problem, cure=cure, value=text[:60])
         if (length := self.count(tokenizer, text, images)) > most:
@@ -341,6 +341,33 @@ class TextEncoders:
 def fits(shape: Sequence[int], pattern: Pattern) -> bool:
     """Return whether a shape is of a pattern."""
     return len(shape) == len(pattern) and all(want in (None, size) for size, want in zip(shape, pattern, strict=True))
+
+
+def check_read(text: TextEncoders, inputs: TextInputs, declared: Mapping[str, Shapes]) -> None:
+    """Refuse arrays that a user's encoder reads and does not declare.
+
+    Args:
+        text: the encoders.
+        inputs: what they read.
+        declared: shapes and dtypes of one prompt, by component and name.
+
+    Raises:
+        InputError: names, shapes or kinds of numbers are others.
+    """
+    for encoder in text.encoders:
+        read = {
+            name: (np.asarray(array).dtype, np.shape(array)[1:]) for name, array in inputs[encoder.component].items()
+        }
+        want = {name: (leaf.dtype, leaf.shape) for name, leaf in declared[encoder.component].items()}
+        alike = {name: shape for name, (_, shape) in read.items()} == {name: shape for name, (_, shape) in want.items()}
+        if not alike or not all(np.can_cast(kind, want[name][0], "same_kind") for name, (kind, _) in read.items()):
+            got, asked = (
+                ", ".join(f"{name} {np.dtype(kind).name}{[*shape]}" for name, (kind, shape) in sides.items())
+                for sides in (read, want)
+            )
+            kind = type(encoder).__name__
+            problem = f"{encoder.component} reads {got} in {kind}.read, and {kind}.inputs declares {asked}"
+            raise InputError("text", problem, cure="let both have the same names and shapes")
 
 
 def encode_each(

@@ -18,7 +18,7 @@ from canvax.compile.programs import Programs
 from canvax.denoise import InFlight
 from canvax.engine.batch import Prompts, filled
 from canvax.families.base import Model
-from canvax.models.text import Conditions, Passes, TextEncoders, TextInputs
+from canvax.models.text import Conditions, Passes, TextEncoders, TextInputs, check_read
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
@@ -96,6 +96,9 @@ def encode(
     """Return the conditions of the prompt and of the negative prompt of each image, for each part of the run."""
     split, text, lengths, count = over_batch(programs.mesh), model.text, request.lengths, len(request.prompts)
     batch = padded_batch(count, programs.mesh)
+    declared = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), ready["text encoder"].program.inputs[0]
+    )
     shapes = flight_of(ready).prompts[0]
     shares = () if request.beside is None else ({name: request.beside.weights[name] for name in text.names},)
     numbers = model.size_conditions(request.height, request.width, request.options.changed())
@@ -111,6 +114,8 @@ def encode(
         """Yield the features of each text. All are encoded together, and equal ones once."""
         plans = [passes_of(model, wordings, lengths) for wordings in texts]
         inputs = [inputs_of(text, passes, number) for passes in plans for number in range(runs_of(passes))]
+        for each in inputs:
+            check_read(text, each, declared)
         all_shares = jax.tree.map(lambda array: np.tile(array, (len(inputs), 1)), shares)
         stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *inputs)
         rows = iter(programs.features(ready["text encoder"], params, stacked, *all_shares))

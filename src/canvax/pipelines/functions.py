@@ -22,14 +22,14 @@ from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.denoiser import evaluate
-from canvax.models.text import SECOND, Conditions, encode_each, encode_text, fits
+from canvax.models.text import SECOND, Conditions, check_read, encode_each, encode_text, fits
 from canvax.noise import seed_keys
 from canvax.parallel.mesh import replicated
 from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
-from canvax.pipelines.encoding import inputs_of, is_one_pass, mixed, passes_of
+from canvax.pipelines.encoding import inputs_of, is_one_pass, mixed, passes_of, runs_of
 from canvax.pipelines.generate import sampler_table
 from canvax.pipelines.options import Options
 from canvax.pipelines.prepare import noise_of
@@ -93,6 +93,8 @@ def _encoded(model: Model, params: Params, wordings: Sequence[Wording], lengths:
     """Return the conditions that the text encoders give, for texts that are brought to ``lengths``."""
     text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
     passes = passes_of(model, wordings, lengths)
+    for number in range(runs_of(passes)):
+        check_read(text, inputs_of(text, passes, number), text.inputs(lengths))
     if is_one_pass(passes):
         return dict(_encode_text(weights, inputs_of(text, passes), cfg=text))
     conditions = dict(mixed(text, passes, partial(_encode_each, weights, cfg=text), range(len(wordings))))

@@ -97,16 +97,12 @@ class Lora(LoraRecord):
     def check(self, model: Model, training: Training) -> None:
         """Refuse what only Stable Diffusion has; read the factors to begin with."""
         if model.networks.denoiser.component != "unet":
-            if self.lokr is not None:
-                problem = f"is not there for {model.family.name} models"
-                raise InputError("lokr", problem, cure="leave it out", value=self.lokr)
-            if self.text:
-                raise InputError(
-                    "text", f"is for CLIP, and {model.name} reads a language model", cure="leave it out", value=True
-                )
+            absent = f"is not there for {model.family.name} models"
+            for name, value in {"lokr": self.lokr, "text": self.text or None}.items():
+                if value is not None:
+                    raise InputError(name, absent, cure="leave it out", value=value)
             if self.names != "peft":
-                cure = "give {names='peft'}"
-                raise InputError("names", f"is not there for {model.family.name} models", cure=cure, value=self.names)
+                raise InputError("names", absent, cure="give {names='peft'}", value=self.names)
         chosen = self._targets(model)
         layers = chosen[model.networks.denoiser.component].values()
         if self.layers == "transformer" and all("heads" in layer.axes for layer in layers):

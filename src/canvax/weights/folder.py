@@ -153,9 +153,11 @@ def components_of(name: str, index: Mapping[str, Any], known: Mapping[str, Colle
                 f"{name}: {INDEX} describes {component!r} as {str(value)[:80]}, not as [library, class]."
             )
         if value[0] not in _LIBRARIES and value[1] not in known[component]:
+            theirs = ", ".join(sorted(known[component]))
+            cure = f"add it to the classes of its family (registered are {theirs})" if theirs else ""
             raise CheckpointError(
                 f"{name}: its {component} is {value[1]!r} from {value[0]!r}, code that comes with the checkpoint. "
-                "canvax never runs code from a repository; use a checkpoint with the stock classes."
+                f"canvax never runs code from a repository; {cure or 'use a checkpoint with the stock classes'}."
             )
         components[component] = value[1].removeprefix("Flax")
     return components

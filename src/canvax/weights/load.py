@@ -57,6 +57,7 @@ class Component:
         kind: library whose file names it uses, ``diffusers`` or ``transformers``.
         entries: the arrays of its files under the names of the spec, without unused ones.
         to_save: arrays under the names of the spec as its files have them.
+        other_names: other names of an array in files, for errors.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Component:
     kind: Library
     entries: Callable[[Sequence[Entry]], Sequence[Entry]] = list
     to_save: Callable[[Sequence[ArrayToSave]], Sequence[ArrayToSave]] = list
+    other_names: Callable[[str], Sequence[str]] = lambda name: ()
 
 
 class Files(Protocol):
@@ -311,7 +313,8 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
     for name, param in wanted.items():
         if name not in matched:
             alias = f" ({flax_name(name, param)} in a Flax file)" if is_flax else ""
-            faults.missing.append(f"{inside}{name}{alias} {param.checkpoint_shapes[0]}")
+            others = "".join(f" or {other}" for other in part.other_names(name))
+            faults.missing.append(f"{inside}{name}{others}{alias} {param.checkpoint_shapes[0]}")
     return {name: (param, matched[name]) for name, param in wanted.items() if name in matched}
 
 

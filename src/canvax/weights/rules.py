@@ -110,6 +110,11 @@ class Names:
             rules[name] = rule
         return [_stacked(name, rules[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
+    def others(self, name: str) -> list[str]:
+        """Return the external names of an array, or of the stacks that it is a part of."""
+        match = _longest(self._internal, name.split("."))
+        return [match.named(rule.external) for rule, _ in match.rules] if match else []
+
     def external(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
         """Return the external names of a module, or of stacks that begin with it, with all parts and the rule."""
         match = _longest(self._internal, name.split("."))

@@ -106,7 +106,7 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     if lacking:
         raise CheckpointError(
             f"{name}: holds no whole model: it lacks {' and '.join(lacking)}. "
-            "Pass a whole one, or a folder in the diffusers layout"
+            "Pass a whole one, or a folder in the diffusers layout (for families of other packages, only a folder)"
             + ("; an autoencoder may be given with vae=." if lacking == ["an autoencoder"] else ".")
         )
     if kind is None:
