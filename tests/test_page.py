@@ -1058,7 +1058,8 @@ def test_a_job_from_before_the_models_are_known_is_shown_once(site: Site) -> Non
     site.page.goto(site.url)
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector(".tile.waits >> text=loading (1 of 7)")
-    assert all(site.page.locator(field).is_disabled() for field in ("#size", "#sampler", "#sigmas", "#steps", "#guidance"))
+    fields = ("#size", "#sampler", "#sigmas", "#steps", "#guidance")
+    assert all(site.page.locator(field).is_disabled() for field in fields)
     with engine.paused():
         engine.refusal = None
         site.page.wait_for_selector("body[data-ready]")
