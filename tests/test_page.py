@@ -1044,6 +1044,36 @@ def test_a_server_that_gets_ready(site: Site) -> None:
 
 
 @thorough
+def test_a_job_from_before_the_models_are_known_is_shown_once(site: Site) -> None:
+    """Until then the model's fields wait, and typing loses no settings of the last visit."""
+    engine, known = site.engine, site.engine.models
+    site.page.fill("#steps-number", "7")
+    engine.refusal = Rejected(503, "starting", "loading (1 of 7)", retry_after=1)
+
+    def models() -> Sequence[ModelCard]:
+        if engine.refusal:
+            raise engine.refusal
+        return known()
+
+    engine.models = models  # type: ignore[method-assign]
+    site.page.goto(site.url)
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector(".tile.waits >> text=loading (1 of 7)")
+    fields = ("#size", "#sampler", "#sigmas", "#steps", "#guidance")
+    assert all(site.page.locator(field).is_disabled() for field in fields)
+    with engine.paused():
+        engine.refusal = None
+        site.page.wait_for_selector("body[data-ready]")
+        site.page.wait_for_selector(".tile.drawing")
+        assert site.count(".tile") == len(engine.accepted) == 1
+        site.page.click(".tile .cancel")
+        site.idle()
+    assert (site.count(".tile"), engine.accepted[0].status) == (0, Status.CANCELLED)
+    assert (site.page.input_value("#prompt"), site.page.input_value("#steps-number")) == ("a red apple", "7")
+    assert site.page.locator("#steps-number").is_enabled()
+
+
+@thorough
 def test_a_model_is_chosen_while_the_server_starts(site: Site) -> None:
     """The models are known before the first is loaded; the job waits, and is for the model that was chosen."""
     engine = site.engine

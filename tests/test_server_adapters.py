@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import canvax
 from canvax.cli import main
 from canvax.compile.monitor import counting
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, HintWarning, InputError
 from canvax.images.infotext import from_infotext, settings_left
 from canvax.images.metadata import read_metadata
 from canvax.parallel.mesh import make_mesh
@@ -63,7 +63,8 @@ def folder(emoji: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> 
         for (component, module), shape in layers(emoji.model.networks.specs()).items():
             if component != "vae" and "attn" in module:
                 arrays |= {f"{component}.{module}{end}": a * 0.5 for end, a in lora(draw, shape).arrays.items()}
-        write(folder / f"{name}.safetensors", arrays, {"ss_output_name": f"{name}-v1"})
+        trigger = {"modelspec.trigger_phrase": "claymation"} if name == "clay" else {}
+        write(folder / f"{name}.safetensors", arrays, {"ss_output_name": f"{name}-v1"} | trigger)
     yarn = {"bundle_emb.yarn.string_to_param.*": Draw(7)(2, 160)}
     write(folder / "knit.safetensors", arrays | yarn)
     (folder / "broken.safetensors").write_bytes(b"{}")
@@ -315,6 +316,21 @@ def test_clients_see_what_an_adapter_is_for(folder: Path, emoji: canvax.Pipeline
     assert card.suggested["sampler"] == "LCM"
     assert card.without_effect == {"prediction_type": "epsilon"}  # the other is the model's
     assert card.metadata.keys() == {"ss_tag_frequency", "canvax.training"}
+
+
+def test_words_of_its_training_are_no_strange_words(
+    server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = server
+    prompts = [f"a claymation apple {tags}" for tags in ("", "<lora:ink:1>", "<lora:clay:1>")]
+    hints = [client.post("/api/jobs", json=BODY | {"prompt": prompt}).json()["hints"] for prompt in prompts]
+    assert ["claymation" in str(each) for each in hints] == [True, True, False]
+    emoji.adapters.load("clay", folder / "clay.safetensors")
+    monkeypatch.delattr("canvax.pipelines.pipeline.text_to_image")  # which needs programs
+    with pytest.raises(NameError), pytest.warns(HintWarning, match="zorpoid") as warned:
+        emoji("a claymation zorpoid")
+    emoji.adapters.remove()
+    assert "claymation" not in str(warned[0].message)
 
 
 def test_files_that_cannot_be_used_are_shown_to_all(folder: Path, emoji: canvax.Pipeline, tmp_path: Path) -> None:

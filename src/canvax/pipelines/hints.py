@@ -41,6 +41,7 @@ _WORDS = re.compile(
 )
 """Syntax of A1111's prompts, except weights."""
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
+_LETTERS = re.compile(r"[^\W\d_]+")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """The usual spellings of textual inversions in prompts, and ComfyUI's names of their files."""
 
@@ -113,13 +114,19 @@ def idle(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning("sampler_settings", problem)
 
 
-def hints(model: Model, request: Request) -> Iterator[HintWarning]:
-    """Yield one hint for each kind of problem."""
+def hints(model: Model, request: Request, trained: Iterable[str] = ()) -> Iterator[HintWarning]:
+    """Yield one hint for each kind of problem.
+
+    Args:
+        model: the model that reads the request.
+        request: the request.
+        trained: texts that its adapters were trained with.
+    """
     prompts, syntax, options = dict.fromkeys(request.prompts), request.options.prompt_syntax, request.options
     words = (words_of(prompt, syntax) for prompt in prompts)
     added = {name for tokenizer in model.tokenizers.values() for name in getattr(tokenizer, "added", ())}
     strange = dict.fromkeys(word for text in words for word in model.concepts.unknown(text))
-    known = {part for name in added for part in name.lower().split()}
+    known = {part for text in (*added, *(trained if strange else ())) for part in _LETTERS.findall(text.lower())}
     if unknown := [word for word in strange if word not in known]:
         rest = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
         near = [(word, model.concepts.nearest(word)) for word in unknown[:LISTED]]

@@ -378,7 +378,8 @@ class Pipeline(LoadedModel):
         """Run a checked request with the model and parameters that it was checked for; ``seed`` is the caller's."""
         mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
         if not spread or multihost.is_main_process(mesh):
-            for hint in hints(model, request):
+            adapters = vars(self).get("adapters", {}).values()
+            for hint in hints(model, request, (text for adapter in adapters for text in adapter.trigger_words)):
                 warn(hint)
         if spread:
             request = replace(request, seeds=multihost.broadcast_seeds(request.seeds, seed, *request.fingerprint()))

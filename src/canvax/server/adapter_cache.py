@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Entry:
         file: its file's name, without the folder.
         sha256: of the file.
         a1111_hash: see ``a1111_hash_of``.
+        trained: texts that it was trained with.
         packed: as places have it.
     """
 
@@ -79,6 +80,7 @@ class Entry:
     file: str
     sha256: str
     a1111_hash: str
+    trained: Sequence[str] = field(repr=False)
     packed: Packed = field(repr=False)
 
     @property
@@ -265,7 +267,7 @@ class AdapterCache:
             rank = fault.rank if isinstance(fault, RankTooHigh) else LARGEST + 1
             cure = f"; start the server with --lora-rank {bucket(rank)}" if rank <= LARGEST else ""
             raise _refused(f"{name!r:.100} {fault.problem}{cure}") from None
-        return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), packed)
+        return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), trigger_words(adapter.metadata), packed)
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
         """Return a prompt without its adapter tags, and the adapters of the tags and of the request.

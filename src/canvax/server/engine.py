@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -248,7 +249,9 @@ class ImageEngine:
             costs = self._costs(checked)
             self._entering[job.id] = self._reserved(job_request, checked, costs)
         try:
-            of_model = () if checked.tiles else hints(reading(served.model, checked.beside.words), checked.request)
+            model = reading(served.model, checked.beside.words)
+            trained = chain.from_iterable(entry.trained for entry in checked.beside.adapters)
+            of_model = () if checked.tiles else hints(model, checked.request, trained)
             job.hints = tuple(map(str, (*checked.hints, *of_model)))
             self._book.record(job)
             with self._wake:

@@ -339,7 +339,10 @@ def open_pictures(
         rows = (_tables(files, source, caption_column) or _with_text_files(files, source, caption_column))[:limit]
     if not rows:
         tables, endings = " or ".join(TABLES), ", ".join(SUFFIXES)
-        needs = f"it needs {tables}, or a caption for each picture, 1.txt for 1.png (pictures end in {endings})"
+        needs = (
+            f"it needs {tables}, or a caption for each picture, 1.txt for 1.png (pictures end in {endings}); "
+            "canvax train dreambooth --lora --instance-prompt PROMPT reads no captions"
+        )
         raise InputError("pictures", "holds no captioned pictures", cure=needs, value=source)
     if masked:
         _name_masks(files, source, rows)

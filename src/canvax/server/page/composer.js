@@ -57,6 +57,7 @@ export async function setCatalogue(models) {
   catalogue = models;
   $("model").replaceChildren(...models.models.map((card) => choice(card.id, card.name + unfit(card).map(({ name }) => ` (without ControlNet ${name})`).join(""))));
   $("model").value = cardOf()?.id;
+  $("of-model").disabled = !hasModels();
   $("model-field").hidden = models.models.length < 2;
   $("sigmas").replaceChildren(choice("", "The model's"), ...models.curves.map(option));
   const draft = remembered("draft", {});
@@ -524,6 +525,11 @@ function showFold() {
 const DRAFTED = { size: ["width", "height"], steps: ["steps"], guidance: ["guidance_scale"] };
 
 export const keepDraft = () => {
+  if (!hasModels()) {  // the rest stays as the last visit left it
+    const draft = remembered("draft", {});
+    for (const [name, id] of [["prompt", "prompt"], ["negative_prompt", "negative"], ["seed", "seed"]]) draft[name] = $(id).value.trim() || draft[name];
+    return remember("draft", draft);
+  }
   showFold();
   showBesideText();
   keepInputs();

@@ -129,11 +129,6 @@ async function beginSheet(sheet) {
   announce("The sheet is done");
 }
 
-/** Jobs that were not over when the page was closed. */
-async function resume() {
-  for (const { settings, inputs, ...kept } of await unfinished.all().catch(() => [])) start(settings, inputs, kept);
-}
-
 // ---- what can be done with an image
 
 /** Settings that draw it once more; what was upscaled has the size of its input, so many times. */
@@ -550,6 +545,7 @@ function prepareActions() {
   });
 }
 
+const left = unfinished.all().catch(() => []);  // before this visit's jobs are among them
 prepareDocument();
 prepareForm();
 prepareFiles();
@@ -564,5 +560,5 @@ prepareActions();
 showTheme();
 await gallery.loadImages();
 await loadModels();
-await resume();
+for (const { settings, inputs, ...kept } of await left) start(settings, inputs, kept);
 document.body.dataset.ready = "yes";
