@@ -31,6 +31,7 @@ from canvax.cli.arguments import parse
 from canvax.cli.images import SETTINGS, gather
 from canvax.cli.loading import load_of, load_with
 from canvax.cli.terminal import clean, command_line, table
+from canvax.errors import InputError
 from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines import result
 from canvax.samplers import CURVES, SAMPLERS
@@ -194,6 +195,17 @@ def test_images_of_other_programs(generate: Run, run: Run) -> None:
     assert "ENSD" in err
     assert "--sampler 'DPM++ 2M Karras'" in run("info", "a.png")[1]
     assert "Sampler: DPM++ 2M, Schedule type: Karras" in Image.open(out.strip()).text["parameters"]  # type: ignore[attr-defined]
+
+
+def test_a_prompt_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it ends as an image does and is not marked as a prompt."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("fox", "a.png", "b.TIFF"):
+        Path(name).touch()
+    assert parse(["generate", "fox", "c.png", "-p", "a.png", "--", "b.TIFF"]).prompts == ["fox", "c.png", "b.TIFF"]
+    for words in (["generate", "b.TIFF"], ["sheet", "fox", "--image", "c.png", "a.png"]):
+        with pytest.raises(InputError):
+            parse(words)
 
 
 def test_prompt_file(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:

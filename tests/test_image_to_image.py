@@ -33,6 +33,8 @@ from canvax.pipelines.prepare import encode_images
 from canvax.pipelines.request import Call, check_init_images, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
+from canvax.server.jobs import JobRequest, Rejected
+from canvax.server.work import check
 from tests.support.refusals import refused
 
 SIZE = 64
@@ -393,6 +395,36 @@ def test_a_second_image_is_a_reference() -> None:
         with pytest.warns(canvax.HintWarning) as hinted:
             parse(["generate", "a cat", flag, "a.png", flag, "b.png"])
         assert ("--reference" in str(hinted[0].message)) == names
+
+
+@pytest.mark.parametrize("bad", [{}, {0: None}, {1: None}, {0: (4, 4)}, {1: (4, 4)}, {2: (SIZE, SIZE)}])
+def test_errors_of_references_are_about_their_argument(
+    emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: dict[int, tuple[int, int] | None]
+) -> None:
+    """``image`` for the first and ``reference`` for the others; a third is too many here."""
+    denoiser = emoji.model.networks.denoiser
+    monkeypatch.setattr(type(denoiser), "facts", replace(denoiser.facts, edits=True, most_references=2))
+    sizes, words = {0: (SIZE, SIZE), 1: (SIZE, SIZE)} | bad, ["generate", "a cat"]
+    for i, size in sizes.items():
+        words += ["--reference" if i else "--image", str(tmp_path / f"{i}.png")]
+        if size:
+            Image.new("RGB", size).save(words[-1])
+
+    def run() -> None:
+        calls, _ = gather(parse(words))
+        assert sized(calls, emoji.model)
+
+    for name in ["reference" if i else "image" for i in bad]:
+        with pytest.raises(InputError) as caught:
+            run()
+        assert caught.value.argument == name
+    if not bad:
+        run()
+    elif None not in bad.values():
+        (first, *more) = [Image.new("RGB", size or (2, 2)) for size in sizes.values()]
+        with pytest.raises(Rejected) as refused:
+            check(JobRequest("a cat", image=first, references=tuple(more), seed=0), "emoji", emoji.model)
+        assert refused.value.param == ("references" if max(bad) else "image")
 
 
 @pytest.mark.parametrize("begins", [(), ("--strength", "0.5")])

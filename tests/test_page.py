@@ -789,6 +789,47 @@ def test_an_input_image_is_extended(site: Site, width: int, size: str, kept: tup
 
 
 @thorough
+def test_an_extended_image_is_extended_again_for_another_size(site: Site) -> None:
+    """The picture from before, also after a reload; once the mask is painted, the canvas is the picture."""
+    page = site.page
+
+    def kept() -> list[Any]:
+        site.draw("a house")
+        body = site.bodies[-1]
+        image, mask = decoded(body["image"]).convert("RGB"), decoded(body["mask"]).convert("L")
+        assert image.size == mask.size == (body["width"], body["height"])
+        box = ImageChops.invert(mask).getbbox()
+        assert box is not None
+        small = image.crop(box)
+        assert [small.getpixel((2, y)) for y in (0, small.height - 1)] == [(255, 0, 0), (0, 0, 255)]
+        return [box, body["strength"], page.inner_text("#input-hint")]
+
+    photo = Image.new("RGB", (64, 64), "blue")
+    photo.paste("red", (0, 0, 64, 32))
+    site.drop("body", photo)
+    page.wait_for_selector("#input", state="visible")
+    page.click("#input-extend")
+    page.wait_for_selector("text=Change the mask")
+    page.fill("#strength", "0.9")
+    page.select_option("#size", "96x64")
+    assert kept() == [(16, 0, 80, 64), 0.9, ""]
+    page.select_option("#size", "64x64")
+    assert kept() == [(8, 8, 56, 56), 0.9, ""]
+    site.open()
+    page.wait_for_selector("text=Change the mask")
+    page.select_option("#size", "96x64")
+    assert kept() == [(16, 0, 80, 64), 0.9, ""]
+    page.click("#input-mask")
+    page.locator("#mask-canvas:focus").wait_for()
+    page.keyboard.press("e")
+    page.keyboard.press("Space")
+    page.click("#mask-use")
+    page.wait_for_selector("#mask", state="hidden")
+    page.select_option("#size", "64x64")
+    assert kept() == [(0, 0, 64, 64), 0.9, "cut at its edges to fit the size"]
+
+
+@thorough
 @pytest.mark.parametrize(("width", "fits"), [("", False), ("100000", False), ("64", True)])
 def test_a_width_that_is_none_is_not_asked_for(site: Site, width: str, fits: bool) -> None:
     site.card(any_size=True)
@@ -1465,6 +1506,19 @@ def test_a_model_that_needs_an_image_asks_for_one(site: Site) -> None:
     assert not page.inner_text("#input-hint")
     site.draw("a red apple")
     assert "image" in site.bodies[0]
+
+
+@thorough
+def test_a_model_that_fills_masks_asks_for_one(site: Site) -> None:
+    site.card(tasks=("inpainting", "image-to-image", "upscaling"))
+    page, hint = site.page, site.page.locator("#input-hint")
+    assert "mask" not in hint.inner_text()
+    site.drop("#input", Image.new("RGB", (64, 64)))
+    page.wait_for_selector("#input-mask", state="visible")
+    assert "paint one" in hint.inner_text()
+    page.click("#input-extend")
+    page.wait_for_selector("text=Change the mask")
+    assert not hint.inner_text()
 
 
 @thorough

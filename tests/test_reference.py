@@ -49,6 +49,8 @@ def test_pages_are_complete(pages: dict[str, str]) -> None:
     for name in (*declared(Load), *declared(OptionRecord)):
         assert f"| `{name}` |" in pages["settings.md"]
     assert "| `GET /api/images` |" in pages["http-api.md"]
+    edits = pages["http-api.md"].partition("## Body of `/v1/images/edits`")[2].partition("##")[0]
+    assert re.findall(r"^\| `(\S+)` \| .*\bfiles?\b", edits, re.M) == ["image", "image[]", "mask"]
 
 
 def test_each_flag_is_with_its_command_or_in_a_group_that_the_command_names(

@@ -26,7 +26,7 @@ from canvax.server.job_store import PASSING, JobStore
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
-from canvax.server.models import ServedModel, model_names
+from canvax.server.models import ServedModel, Warm, model_names
 from canvax.server.work import check
 from tests.support.drawing import small_emoji
 from tests.support.server_stub import CARD, StubEngine, accept
@@ -98,6 +98,14 @@ def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str |
     served.take_off()
     served.put_on()
     assert calls == [{}, {"revision": revision} if revision else {}]
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_the_first_task_of_a_model_that_fills_masks(fills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(MODEL.networks), "inpaints", fills)
+    served = ServedModel("emoji", lambda name, weights=True: PIPE, weights=False)
+    first = served.card([Warm((64, 64), (1,))], any_size=True, references=0).tasks[0]
+    assert first == ("inpainting" if fills else "text-to-image")
 
 
 def test_another_model_at_the_same_place_is_not_taken_for_the_first() -> None:

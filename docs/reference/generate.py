@@ -218,9 +218,8 @@ def http_api() -> str:
     for path, methods in document["paths"].items():
         body = methods.get("post", {}).get("requestBody", {})
         for content in body.get("content", {}).values():
-            schema = _named(content.get("schema", {}), schemas)
-            if schema and path not in bodies:
-                rows = list(_fields(schema, schemas))
+            rows = [row for part in _parts(content.get("schema", {}), schemas) for row in _fields(part, schemas)]
+            if rows and path not in bodies:
                 names = {name for name, *_ in rows}
                 bases = (of for of, have in bodies.items() if len(have) > 1 and {name for name, *_ in have} <= names)
                 base = next(bases, "")
@@ -232,11 +231,9 @@ def http_api() -> str:
     return "\n\n".join(parts)
 
 
-def _named(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parts(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for part in (schema, *schema.get("allOf", ())):
-        if "$ref" in part:
-            return schemas[part["$ref"].rpartition("/")[2]]
-    return {}
+        yield schemas[part["$ref"].rpartition("/")[2]] if "$ref" in part else part
 
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -259,7 +256,11 @@ def _kind(field: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     kind = field.get("type", "any")
     if kind == "array":
+        if "contentMediaType" in field.get("items", ()):
+            return f"up to {field['maxItems']} files"
         return f"list of {_kind(field['items'], schemas)}" if field.get("items") else "list"
+    if "contentMediaType" in field:
+        return ", ".join(filter(None, ("file", field.get("description"))))
     if kind == "string":
         return f"text ({field['maxLength']})" if "maxLength" in field else "text"
     least, most = field.get("minimum", field.get("exclusiveMinimum")), field.get("maximum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from canvax.cli.parser import Parser, writer
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
-from canvax.errors import did_you_mean, slip
+from canvax.errors import InputError, did_you_mean, slip
 from canvax.settings import add_flags
 
 _COMMANDS = "generate sheet upscale control batch serve compile convert info plan bench samplers cache train"
@@ -135,12 +136,30 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         cure = near or "a command comes first: canvax generate 'a cat'"
         parser.error(f"{words[0]!r} is not a flag of canvax alone; {cure}")
     arguments = parser.parse_args(words[:end])
+    takes_prompts = arguments.command in ("generate", "sheet")
+    if takes_prompts:
+        _refuse_images(arguments)
     if words[end + 1 :]:
-        if arguments.command not in ("generate", "sheet"):
+        if not takes_prompts:
             parser.error(f"{words[end + 1]!r} is not expected here")
         arguments.prompts += words[end + 1 :]
     arguments.write = writer(parser, arguments)
     return arguments
+
+
+def _refuse_images(arguments: argparse.Namespace) -> None:
+    """Refuse prompts that are files of images, as ``--image *.png`` leaves them.
+
+    Raises:
+        InputError: about the first of them.
+    """
+    for word in filter(os.path.isfile, arguments.prompts):
+        from PIL import Image  # here, since `canvax --help` does not import it
+
+        if os.path.splitext(word)[1].lower() in Image.registered_extensions():
+            use = "further references: --reference" if arguments.image else "an image to start from: --image"
+            cure = f"{use} {shlex.quote(word)}; many images: canvax batch"
+            raise InputError(f"{word!r} is a file, not a prompt; {cure}")
 
 
 def build_parser() -> Parser:

@@ -17,7 +17,7 @@ from canvax.call import Call, Load
 from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import check_table, gather, images_of, in_usual_syntax, shared, sized
+from canvax.cli.images import check_table, gather, in_usual_syntax, shared, sized
 from canvax.cli.loading import files_of, load_with, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
@@ -34,8 +34,8 @@ from canvax.errors import (
 from canvax.files import check_writable, named_path
 from canvax.images.formats import format_of, names_file, new_image
 from canvax.images.grid import make_grid
-from canvax.images.inputs import read_images
 from canvax.images.metadata import save_image, save_numbered, unique_path
+from canvax.pipelines.references import read_references
 from canvax.pipelines.texts import TAG
 from canvax.scale.work import grouped, joined, most_at_once
 
@@ -190,7 +190,7 @@ def _size(call: Call) -> tuple[int | None, int | None]:
     """Height and width of an image, as far as they are known without the model."""
     height, width = call.height, call.width
     if call.image is not None and None in (height, width):
-        image = read_images("image", call.image, images_of(call))[0]
+        image = read_references(call.image)[0]
         height, width = height or image.height, width or image.width
     return height, width
 

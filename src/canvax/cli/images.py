@@ -37,7 +37,7 @@ from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_
 from canvax.pipelines.checks import FITS_ALL, SIZE_STEP, check_prompts, check_size
 from canvax.pipelines.control import size_of
 from canvax.pipelines.options import Options
-from canvax.pipelines.references import check_references
+from canvax.pipelines.references import check_references, read_references
 from canvax.pipelines.request import check_init_images, is_alone
 from canvax.prompts.grammar import fragments
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
@@ -125,7 +125,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             images = (call.image, call.mask, call.strength, height, width, call.options, call.control)
             if images not in sizes:  # each file is read once
                 if is_alone(call, call.options):  # the model decides its size: see ``sized``
-                    read_images("image", call.image, images_of(call))
+                    read_references(call.image, "reference")
                     source = None
                 else:
                     check_references_of(call)
@@ -148,11 +148,6 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
         index += count
 
 
-def images_of(call: Call) -> int:
-    """Return how many images a model that edits reads for a call."""
-    return len(call.image) if isinstance(call.image, tuple) else 1
-
-
 def sized(calls: Sequence[Call], model: Model) -> list[Call]:
     """Return the calls with the sizes that the model gives their images.
 
@@ -167,7 +162,7 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
         if alone or (call.image is not None and None in asked and call.options.padding_mask_crop is None):
             key = call.image, call.mask, call.strength, *asked, call.options
             if key not in known and alone and edits:
-                height, width = check_references(call.image, model.networks).sizes[0]
+                height, width = check_references(call.image, model.networks, "reference").sizes[0]
                 known[key] = call.height or height, call.width or width
             elif key not in known:
                 check_references_of(call, model)

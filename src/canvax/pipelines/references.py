@@ -49,22 +49,39 @@ class References:
         return tuple(views[index % len(views)] for views in self.views)
 
 
-def check_references(value: Any, networks: Networks) -> References:
+def check_references(value: Any, networks: Networks, further: str = "image") -> References:
     """Read the reference images of a call and bring them to sizes that the networks read.
+
+    ``further`` is the argument of those after the first, for errors: the command and the server have two.
 
     Raises:
         InputError: an image cannot be read or is too small, or there are too many.
     """
-    several = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4
-    count = len(value) if several else 1
+    count = len(value) if _are_several(value) else 1
     most = networks.denoiser.facts.most_references
     if not 1 <= count <= most:
-        raise InputError("image", f"has {count} reference images", cure=f"give 1 to {most}" if most > 1 else "give 1")
-    images = read_images("image", value, count, alpha=networks.image_mode == "RGBA")
-    fitted = [_fitted(image, networks, count) for image in images]
+        cure = f"give 1 to {most}" if most > 1 else "give 1"
+        raise InputError(further if count else "image", f"makes {count} reference images", cure=cure)
+    images = read_references(value, further, alpha=networks.image_mode == "RGBA")
+    fitted = [_fitted(image, networks, count, further if i else "image") for i, image in enumerate(images)]
     views = [networks.text.view(*both) for both in zip(images, fitted, strict=True)]
     prints = [fingerprint(on_white(image)) for image in images]
     return References([[image] for image in fitted], [[view] for view in views], prints)
+
+
+def read_references(value: Any, further: str = "image", *, alpha: bool = False) -> list[Image.Image]:
+    """Read the reference images of a call; ``further`` as for ``check_references``.
+
+    Raises:
+        InputError: an image cannot be read.
+    """
+    if not _are_several(value):
+        return read_images("image", value, 1, alpha=alpha)
+    return [read_images(further if i else "image", [each], 1, alpha=alpha)[0] for i, each in enumerate(value)]
+
+
+def _are_several(value: Any) -> bool:
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4
 
 
 def masked_reference(images: list[Image.Image], networks: Networks) -> References:
@@ -178,11 +195,11 @@ def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
     return Image.fromarray(np.pad(np.asarray(image), margins, mode=mode))
 
 
-def _fitted(image: Image.Image, networks: Networks, count: int) -> Image.Image:
+def _fitted(image: Image.Image, networks: Networks, count: int, name: str = "image") -> Image.Image:
     """Bring one of ``count`` references to the size in which the model reads it: padded, resized, or cut at its edges.
 
     Raises:
-        InputError: the image is too small or too narrow.
+        InputError: the image, in the argument ``name``, is too small or too narrow.
     """
     image, step, facts = image.convert(networks.image_mode), networks.size_step, networks.denoiser.facts
     if whole := _whole(networks, count):
@@ -190,7 +207,7 @@ def _fitted(image: Image.Image, networks: Networks, count: int) -> Image.Image:
     width, height = _size_read(*image.size, networks, count)
     if not width or not height:
         problem = f"has {image.width} x {image.height} pixels"
-        raise InputError("image", problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
+        raise InputError(name, problem, cure=f"give {step} x {step} pixels or more, of usual proportions")
     size = (width, height) if facts.reference_pixels or facts.reference_sizes else _within(*image.size)
     image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     left, top = (image.width - width) // 2, (image.height - height) // 2

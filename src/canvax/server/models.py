@@ -472,7 +472,8 @@ class ServedModel:
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
         controls, ip_adapters = cards(model, self.unfit)
-        tasks = ("text-to-image", "image-to-image", "inpainting", "upscaling")
+        from_images = ("inpainting", "image-to-image") if networks.inpaints else ("image-to-image", "inpainting")
+        tasks = ("text-to-image", *from_images, "upscaling")
         return ModelCard(
             id=self.name,
             family=model.family.title or model.family.name,

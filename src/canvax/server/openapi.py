@@ -9,6 +9,7 @@ import msgspec
 
 from canvax._version import __version__
 from canvax.call import OptionRecord
+from canvax.models.denoiser import MOST_REFERENCES
 from canvax.server.paths import ApiPath, Operation
 from canvax.settings import json_schema
 
@@ -29,7 +30,15 @@ _ERRORS = {
     "504": "The images were not done in time.",
 }
 _FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
-_FILES = {"type": "object", "properties": {"image": _FILE, "mask": _FILE}, "required": ["image"]}
+_FILES = {
+    "type": "object",
+    "properties": {
+        "image": _FILE | {"description": "or image[]"},
+        "image[]": {"type": "array", "items": _FILE, "maxItems": MOST_REFERENCES},
+        "mask": _FILE | {"description": "transparent where the image changes, of its size"},
+    },
+    "anyOf": [{"required": ["image"]}, {"required": ["image[]"]}],
+}
 """File fields of a form."""
 _NUMBERS = ("index",)
 

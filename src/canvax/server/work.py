@@ -631,7 +631,7 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
             raise InputError("references", why, cure="leave them out")
         return image, size
     images = [image, *job_request.references]
-    height, width = check_references(images, model.networks).sizes[0]
+    height, width = check_references(images, model.networks, "references").sizes[0]
     size = size[0] or width, size[1] or height
     return [
         image if image.size == size else ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images

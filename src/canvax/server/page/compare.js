@@ -1,7 +1,7 @@
 // Two images in one place, with a slider between them.
 import { samplerLabel } from "./composer.js";
 import { crisp, show as showImage, summary } from "./pictures.js";
-import { $, openDialog } from "./ui.js";
+import { $, on, openDialog } from "./ui.js";
 
 let pair = [];
 
@@ -40,7 +40,7 @@ function fit() {
 }
 
 export function prepareCompare() {
-  $("compare-range").addEventListener("input", slide);
-  $("compare-swap").addEventListener("click", () => { pair.reverse(); show(); });
+  on("compare-range", "input", slide);
+  on("compare-swap", "click", () => { pair.reverse(); show(); });
   addEventListener("resize", fit);
 }

@@ -8,7 +8,7 @@ import { $, announce, button, choice, el, link, openDialog, plural, remember, re
 import { prepareWords, saidOfWord, showWords } from "./words.js";
 
 let catalogue = { models: [], samplers: [], curves: [] };
-/** {original, bitmap of it, mask: canvas or null} or null. The mask lies over the image as it fills the mask's size. */
+/** {original, bitmap of it, mask: canvas or null, whole: what was extended} or null. The mask lies over the image as it fills the mask's size. */
 let input = null;
 /** Reference images after the input image, of a model that edits. */
 let references = [];
@@ -84,19 +84,20 @@ function keepInputs() {
   const [kept, more, soft] = [input, references, $("mask-soft").checked];
   keeping = keeping.then(async () => {
     const mask = kept?.mask && await maskBlob(kept, kept.mask.width, kept.mask.height);
-    await inputs.put({ id: "form", image: kept?.original, mask, soft, references: more, control, image_prompt });
+    await inputs.put({ id: "form", image: kept?.original, mask, whole: kept?.whole, soft, references: more, control, image_prompt });
   }).catch(() => toast("This browser cannot keep the input image: it is gone after a reload."));
 }
 
 /** The images of the form when the page was closed. */
 async function restoreInputs({ width, height, strength, ...draft }) {
-  const { image, mask, soft, references: more, ...beside } = (await inputs.all().catch(() => []))[0] ?? {};
+  const { image, mask, whole, soft, references: more, ...beside } = (await inputs.all().catch(() => []))[0] ?? {};
   if (input || !(image || beside.control || beside.image_prompt)) return;
   try {
     if (image && (model()?.references || model()?.tasks.includes("image-to-image"))) {
       await replaceInput(image, mask ? await paintedFrom(mask) : null, more);
       $("mask-soft").checked = soft;
       await apply({ width, height, strength });
+      input.whole = whole;
     } else if (image) toast("The input image of your last visit is left out: this model cannot start from images.");
     await restoreBeside(beside, draft);
   } catch {
@@ -294,6 +295,7 @@ function showSize() {
   $("width-field").hidden = $("height-field").hidden = !other;
   if (!other) [$("width").value, $("height").value] = $("size").value.split("x");
   showInput();
+  if (input?.whole) extend(input.whole);
   showPrepared();
 }
 
@@ -560,16 +562,12 @@ export function snapshot() {
  * Use an image as input, with a mask or without. The size becomes one that is ready. Under a mask all is generated anew
  * at first; without one strength 1 would keep nothing of the image. `more`: the reference images after it.
  */
-export function setInput(blob, mask = null, more = references) {
-  inputRead = replaceInput(blob, mask, more).then(keepDraft);
-  return inputRead;
-}
+export const setInput = (blob, mask = null, more = references) => inTurn(() => replaceInput(blob, mask, more).then(keepDraft));
 
 /** Add images to those that the model edits, as there is room: whether that was all. In order: the first is the input image. */
-export function takeReferences(blobs) {
-  inputRead = whenInputRead().then(() => addReferences(blobs));
-  return inputRead;
-}
+export const takeReferences = (blobs) => inTurn(() => addReferences(blobs));
+
+const inTurn = (change) => (inputRead = whenInputRead().then(change));
 
 async function addReferences(blobs) {
   let all = true;
@@ -593,9 +591,13 @@ async function addReferences(blobs) {
   return all;
 }
 
-/** Put the whole input image, smaller where it would fill the size, into a mask. */
-async function extend() {
-  const [[width, height], { bitmap }] = [sizeNow(), input];
+/** Put the whole input image, or `whole` for another size, smaller where it would fill the size, into a mask. */
+const extend = (whole) => inTurn(async () => {
+  const [width, height] = sizeNow();
+  if (!input || input.whole !== whole || !canMake(width, height)) return;
+  if (input.mask?.width === width && input.mask.height === height) return;
+  const from = whole ?? input.original;
+  const bitmap = await createImageBitmap(from);
   const [x, y] = [width / bitmap.width, height / bitmap.height];
   const full = Math.abs(x / y - 1) < 0.2;
   const scale = Math.min(x, y) * (full ? 0.75 : 1);
@@ -613,8 +615,11 @@ async function extend() {
   mask.fillRect(0, 0, width, height);
   mask.clearRect(left, top, w, h);
   if (full) toast("The image is a quarter smaller, for room around it. A wider or taller Size needs less.");
-  setInput(await toBlob(image.canvas), mask.canvas);
-}
+  if (!whole) $("strength").value = 1;
+  input = { original: await toBlob(image.canvas), bitmap: image.canvas, mask: mask.canvas, whole: from };
+  showInput();
+  keepDraft();
+});
 
 /** Reference image `i`, of which 0 is the input image, is taken out. */
 function removeReference(i) {
@@ -663,6 +668,7 @@ function showInput() {
   $("input-hint").textContent = [
     !input && needs && "this model works on an image: add one",
     input?.mask && references.length && `${plural(references.length, "more reference image")} not read: a mask goes with one image`,
+    input && !input.mask && model()?.tasks[0] === "inpainting" && "this model fills masks: paint one",
     input && edits && "read together with the prompt",
     input && isCut(input.bitmap, picture) && (edits && references.length ? `number 1 is ${CUT}` : CUT),
   ].filter(Boolean).join("; ");
@@ -839,7 +845,7 @@ export function prepareComposer() {
   $("hires-method").addEventListener("change", () => { $("hires-strength").value = hiresStrength(); choose("hires-strength", undefined, false); showHires(); keepDraft(); });
   for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());
   for (const id of ["width", "height"]) $(id).addEventListener("change", showSize);
-  $("input-extend").addEventListener("click", extend);
+  $("input-extend").addEventListener("click", () => extend());
   $("input-add").addEventListener("click", () => $("input-file").click());
   $("input-file").addEventListener("change", () => {
     takeReferences([...$("input-file").files]);

@@ -4,7 +4,7 @@ import { connection, tasks } from "./tasks.js";
 import { images as kept, newId } from "./store.js";
 import { blobOf, crisp, fileName, forgetUrl, show } from "./pictures.js";
 import { zipped } from "./zip.js";
-import { $, announce, button, duration, el, icon, plural, save, toast } from "./ui.js";
+import { $, announce, button, duration, el, icon, on, plural, save, toast } from "./ui.js";
 
 const PAGE = 60;
 let records = [];
@@ -345,29 +345,29 @@ function move(tile, key) {
 
 export function prepareGallery() {
   const anew = () => { shown = PAGE; renderAll(); };
-  $("search").addEventListener("input", anew);
-  $("favourites").addEventListener("click", () => {
+  on("search", "input", anew);
+  on("favourites", "click", () => {
     $("favourites").ariaPressed = String($("favourites").ariaPressed !== "true");
     anew();
   });
-  $("older").addEventListener("click", () => { shown += PAGE; renderAll(); });
-  $("tiles").addEventListener("keydown", (event) => {
+  on("older", "click", () => { shown += PAGE; renderAll(); });
+  on("tiles", "keydown", (event) => {
     const tile = event.target.closest(".tile");
     if (tile && /^(Arrow|Home|End)/.test(event.key) && !event.altKey && !event.ctrlKey) {
       event.preventDefault();
       move(tile, event.key);
     }
   });
-  $("tiles").addEventListener("focusin", (event) => setCurrent(event.target.closest(".tile")));
-  $("selection-clear").addEventListener("click", selectNone);
-  $("selection-delete").addEventListener("click", () => removeRecords([...selected]));
-  $("selection-save").addEventListener("click", async () => {
+  on("tiles", "focusin", (event) => setCurrent(event.target.closest(".tile")));
+  on("selection-clear", "click", selectNone);
+  on("selection-delete", "click", () => removeRecords([...selected]));
+  on("selection-save", "click", async () => {
     const chosen = [...selected].map(byId);
     if (chosen.length === 1) return save(await blobOf(chosen[0]), fileName(chosen[0]));
     save(await zipped(chosen.map((record) => [fileName(record), () => blobOf(record)])), "canvax-images.zip");
   });
-  $("selection-all").addEventListener("click", () => {
+  on("selection-all", "click", () => {
     for (const { id } of listed()) if (!selected.has(id)) toggleSelected(id);
   });
-  $("selection-compare").addEventListener("click", () => actions.compare(...selected));
+  on("selection-compare", "click", () => actions.compare(...selected));
 }

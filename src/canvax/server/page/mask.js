@@ -1,6 +1,6 @@
 // The editor of masks: paint over the input image what is to be drawn anew.
 import { canvasOf, tinted } from "./pictures.js";
-import { $, announce, openDialog, remember, remembered } from "./ui.js";
+import { $, announce, on, openDialog, remember, remembered } from "./ui.js";
 
 const DEEPEST = 40;
 let base = 1;
@@ -24,12 +24,14 @@ const radius = () => Number($("mask-size").value) / 2;
  */
 export async function editMask(blob, mask, done, cancelled = () => {}) {
   const bitmap = await createImageBitmap(blob);
-  for (const node of [$("mask-picture"), canvas()]) [node.width, node.height] = [bitmap.width, bitmap.height];
+  for (const node of [$("mask-picture"), canvas()]) {
+    [node.width, node.height] = [bitmap.width, bitmap.height];
+    node.classList.toggle("crisp", bitmap.width <= 160);
+  }
   $("mask-picture").getContext("2d").drawImage(bitmap, 0, 0);
   stripes = striped(Math.max(6, Math.round(bitmap.width / 24)));
   if (mask) context().drawImage(mask, 0, 0, bitmap.width, bitmap.height);
   recolour();
-  for (const node of [$("mask-picture"), canvas()]) node.classList.toggle("crisp", bitmap.width <= 160);
   const side = Math.min(bitmap.width, bitmap.height);
   $("mask-size").max = Math.round(side * 0.6);
   $("mask-size").value = Math.round(side / 6);
@@ -142,9 +144,7 @@ function recolour() {
 /** Each pixel painted or not: the edges of strokes are smoothed by the canvas. */
 function harden() {
   const pixels = state();
-  for (let i = 0; i < pixels.data.length; i += 4) {
-    pixels.data[i + 3] = pixels.data[i + 3] > 127 ? 255 : 0;
-  }
+  for (let i = 3; i < pixels.data.length; i += 4) pixels.data[i] = pixels.data[i] > 127 ? 255 : 0;
   context().putImageData(pixels, 0, 0);
   recolour();
   showButtons();
@@ -274,21 +274,21 @@ function preparePointer() {
 
 export function prepareMask() {
   preparePointer();
-  $("mask").addEventListener("keydown", onKey);
-  $("mask-scroll").addEventListener("wheel", (event) => {
+  on("mask", "keydown", onKey);
+  on("mask-scroll", "wheel", (event) => {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
     change("zoom", event.deltaY < 0 ? 0.25 : -0.25);
   }, { passive: false });
-  $("mask-brush").addEventListener("click", () => choose("brush"));
-  $("mask-eraser").addEventListener("click", () => choose("eraser"));
+  on("mask-brush", "click", () => choose("brush"));
+  on("mask-eraser", "click", () => choose("eraser"));
   for (const id of ["mask-size", "mask-zoom"]) $(id).addEventListener("input", zoom);
-  $("mask-undo").addEventListener("click", () => back(past, future));
-  $("mask-redo").addEventListener("click", () => back(future, past));
-  $("mask-invert").addEventListener("click", invert);
-  $("mask-clear").addEventListener("click", clear);
-  $("mask-soft").addEventListener("change", () => remember("soft-mask", $("mask-soft").checked));
-  $("mask-use").addEventListener("click", () => { cancel = () => {}; $("mask").close(); use(result()); });
-  $("mask").addEventListener("close", () => cancel());
+  on("mask-undo", "click", () => back(past, future));
+  on("mask-redo", "click", () => back(future, past));
+  on("mask-invert", "click", invert);
+  on("mask-clear", "click", clear);
+  on("mask-soft", "change", () => remember("soft-mask", $("mask-soft").checked));
+  on("mask-use", "click", () => { cancel = () => {}; $("mask").close(); use(result()); });
+  on("mask", "close", () => cancel());
   addEventListener("resize", fit);
 }

@@ -29,9 +29,8 @@ export function paint(canvas, bitmap) {
 
 /** What is painted on a canvas, in another colour. */
 export function tinted(painted, colour) {
-  const canvas = canvasOf(painted.width, painted.height);
+  const canvas = copyOf(painted);
   const context = canvas.getContext("2d");
-  context.drawImage(painted, 0, 0);
   context.globalCompositeOperation = "source-in";
   context.fillStyle = colour;
   context.fillRect(0, 0, canvas.width, canvas.height);
@@ -52,6 +51,8 @@ export function centred(image, width, height, scale = scaleTo(image, width, heig
   return canvas;
 }
 
+const copyOf = (image) => centred(image, image.width, image.height);
+
 /** The image cut and scaled to fill width x height. */
 export async function fitted(blob, width, height) {
   const bitmap = await createImageBitmap(blob);
@@ -67,11 +68,9 @@ export async function within(blob, side) {
 
 /** A black and white mask as the editor has it: white on nothing. */
 export async function paintedFrom(blob) {
-  const bitmap = await createImageBitmap(blob);
-  const canvas = canvasOf(bitmap.width, bitmap.height);
+  const canvas = copyOf(await createImageBitmap(blob));
   const context = canvas.getContext("2d");
-  context.drawImage(bitmap, 0, 0);
-  const pixels = context.getImageData(0, 0, bitmap.width, bitmap.height);
+  const pixels = context.getImageData(0, 0, canvas.width, canvas.height);
   for (let i = 0; i < pixels.data.length; i += 4) pixels.data.set([255, 255, 255, pixels.data[i] > 127 ? 255 : 0], i);
   context.putImageData(pixels, 0, 0);
   return canvas;

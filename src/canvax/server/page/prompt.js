@@ -1,6 +1,6 @@
 // Writing a prompt: weights by the arrow keys, names of adapters, brackets that are read as text.
 import { adapterNames } from "./beside.js";
-import { $, announce, el } from "./ui.js";
+import { $, announce, el, on } from "./ui.js";
 
 const MOST = 8;
 
@@ -122,9 +122,9 @@ function onKey(event) {
 
 export function preparePrompt() {
   for (const id of ["prompt", "negative"]) $(id).addEventListener("keydown", onKey);
-  $("prompt").addEventListener("input", () => showCompletions($("prompt")));
-  $("prompt").addEventListener("blur", () => { $("completions").hidden = true; });
-  $("syntax-use").addEventListener("click", () => {
+  on("prompt", "input", () => showCompletions($("prompt")));
+  on("prompt", "blur", () => { $("completions").hidden = true; });
+  on("syntax-use", "click", () => {
     $("syntax").value = $("syntax-use").dataset.syntax;
     $("syntax").dispatchEvent(new Event("input", { bubbles: true }));
     $("prompt").focus();

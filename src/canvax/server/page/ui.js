@@ -33,6 +33,7 @@ const PATHS = {
 };
 
 export const $ = (id) => document.getElementById(id);
+export const on = (id, kind, act) => $(id).addEventListener(kind, act);
 
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);

@@ -3,7 +3,7 @@ import { editing, samplerLabel, upscaling } from "./composer.js";
 import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
 import { blobOf, crisp, fileName, show as showImage } from "./pictures.js";
 import { labelOf } from "./sheet.js";
-import { $, announce, button, copy, el, openDialog, save } from "./ui.js";
+import { $, announce, button, copy, el, on, openDialog, save } from "./ui.js";
 
 /** How many times the viewer enlarges an image; more shows only blur. */
 const LARGEST = 3;
@@ -104,14 +104,14 @@ export async function remove() {
 }
 
 export function prepareViewer() {
-  $("viewer-previous").addEventListener("click", () => step(-1));
-  $("viewer-next").addEventListener("click", () => step(1));
+  on("viewer-previous", "click", () => step(-1));
+  on("viewer-next", "click", () => step(1));
   new ResizeObserver(fit).observe($("viewer-image").parentElement);
-  $("viewer").addEventListener("keydown", (event) => {
+  on("viewer", "keydown", (event) => {
     if (event.key === "ArrowLeft") step(-1);
     if (event.key === "ArrowRight") step(1);
   });
-  $("viewer").addEventListener("close", () => {  // some time after an action has closed it and perhaps moved the focus
+  on("viewer", "close", () => {  // some time after an action has closed it and perhaps moved the focus
     if (document.activeElement.matches("body, .tile *")) $("tiles").querySelector(`[data-id="${current?.id}"] .target`)?.focus();
   });
 }
