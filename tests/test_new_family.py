@@ -121,6 +121,20 @@ def test_arguments_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
         assert argument in (caught.value.argument, str(caught.value).split(".")[0])
 
 
+class WiderText(Letters):
+    def outputs(self, length: int, dtype: Any) -> Any:
+        return {"text": jax.ShapeDtypeStruct((length, WIDTH + 1), dtype)}
+
+
+def test_a_denoiser_that_cannot_read_the_other_networks(pipe: canvax.Pipeline) -> None:
+    wider = dataclasses.replace(NETWORKS, text=TextEncoders((WiderText("reader", (5,)),)))
+    mine = Flat(CHANNELS + 1)
+    with refused("denoiser"):
+        pipeline_of(wider)
+    with refused("denoiser"):
+        pipe.with_denoiser(mine, init_params(mine.spec, 0))
+
+
 def test_saved_parameters_are_loaded(pipe: canvax.Pipeline, tmp_path: Path) -> None:
     """The dtypes are those of the files. A file that does not fit is refused."""
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), pipe.params)
