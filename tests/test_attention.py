@@ -23,6 +23,7 @@ from canvax.models.dit import attend_in_order
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh
 from tests.support.random_numbers import rng
+from tests.support.refusals import refused
 
 ROUNDING = 2e-5
 BATCH, HEADS, GROUPS = 2, 4, 2
@@ -217,6 +218,20 @@ def test_a_compiled_function_notices_another_form(small: canvax.Pipeline) -> Non
     with using(Nothing()):
         assert jnp.abs(run(small.params) - plain).max() > 1e-3
     np.testing.assert_array_equal(run(small.params), plain)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda q, k, v: q,
+        lambda q, k, v, *, where, **terms: attention(q, k, v, **terms)[:, :1],
+        lambda q, k, v, *, where, **terms: attention(q, k, v, **terms).reshape(*q.shape[:2], -1),
+        lambda q, k, v, *, where, **terms: None,
+    ],
+)
+def test_a_form_that_cannot_be_called_or_returns_another_shape(form: Any, small: canvax.Pipeline) -> None:
+    with refused("form"), using(form):
+        small.encode("a cat")
 
 
 def mapped(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:

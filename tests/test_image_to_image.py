@@ -137,7 +137,8 @@ def test_encoding_arrays_is_a_pure_function(small: canvax.Pipeline) -> None:
     slope = jax.grad(total)(floats)
     change = 3e-4 * slope / jnp.abs(slope).max()
     np.testing.assert_allclose(total(floats + change) - total(floats - change), 2 * (slope * change).sum(), rtol=0.05)
-    for wrong in (images[:, :-1], images[:0], floats.astype(bool), np.asarray(2 * floats)):
+    outside = np.asarray(1.2 * floats), 255 * floats, 2 * floats - 1
+    for wrong in (images[:, :-1], images[:0], floats.astype(bool), *outside):
         with refused("image"):
             small.encode_image(wrong)
 

@@ -148,6 +148,20 @@ def test_networks_that_cannot_be_one_model() -> None:
         dataclasses.replace(NETWORKS, prediction="velocity")
 
 
+class WiderText(Letters):
+    def outputs(self, length: int, dtype: Any) -> Any:
+        return {"text": jax.ShapeDtypeStruct((length, WIDTH + 1), dtype)}
+
+
+def test_a_denoiser_that_cannot_read_the_other_networks(pipe: canvax.Pipeline) -> None:
+    wider = dataclasses.replace(NETWORKS, text=TextEncoders((WiderText("reader", (5,)),)))
+    mine = Flat(CHANNELS + 1)
+    with refused("denoiser"):
+        pipeline_of(wider)
+    with refused("denoiser"):
+        pipe.with_denoiser(mine, init_params(mine.spec, 0))
+
+
 def test_saved_parameters_are_loaded(pipe: canvax.Pipeline, tmp_path: Path) -> None:
     """The dtypes are those of the files. A file that does not fit is refused."""
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), pipe.params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ import canvax
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.checks import check_seeds
 from canvax.samplers import NoiseSchedule, SamplerOptions, SamplerTable, build_table, find
+from canvax.samplers.rows import D, X, column, lag, rows, step_table
+from canvax.samplers.spacing import training_path
+from tests.support.refusals import refused
 
 QUIET = canvax.Options(progress=False)
 
@@ -129,6 +133,31 @@ def test_what_a_table_leaves_no_place_for(emoji: canvax.Pipeline, changes: Any, 
 def test_what_is_no_sampler(emoji: canvax.Pipeline, sampler: Any) -> None:
     with pytest.raises(canvax.InputError, match="sampler"):
         draw(emoji, sampler=sampler)
+
+
+def of_rows(schedule: NoiseSchedule, steps: int, options: SamplerOptions, slots: Any) -> SamplerTable:
+    """A solver on a path whose first alpha is 0 for the bundled model."""
+    path = training_path(schedule, steps, options)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return step_table(path, rows(steps, slots(path)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "slots"),
+    [
+        ("sampler", lambda path: {0: X / column(path.alpha[:-1])}),
+        ("sampler", lambda path: {0: X, 1: column(np.nan_to_num(lag(1 / path.alpha[:-1], 1), posinf=np.inf)) * D}),
+        ("steps", lambda path: {0: X, 1: column(np.where(np.arange(len(path)) == 2, np.nan, 1.0)) * D}),
+        ("slots", lambda path: {6: X}),
+        ("slots", lambda path: {-1: X}),
+        ("slots", lambda path: {0: column(path.std[1:-1]) * X}),
+        ("slots", lambda path: {0: column(path.std[1:2]) * X}),
+    ],
+)
+def test_rows_that_cannot_be_run(emoji: canvax.Pipeline, argument: str, slots: Any) -> None:
+    """An alpha of 0 is not taken for too many steps."""
+    with refused(argument):
+        draw(emoji, sampler=partial(of_rows, slots=slots))
 
 
 def test_a_table_with_guidance_is_refused(emoji: canvax.Pipeline) -> None:

@@ -12,7 +12,7 @@ from scipy.stats import norm
 from test_new_family import pipeline_of
 
 import canvax
-from canvax.guidance import rule_of
+from canvax.guidance import NEGATIVE, PLAIN, PROMPT, Alone, rule_of
 from canvax.samplers import SLOTS
 from examples.new_family import NETWORKS
 from tests.support.refusals import refused
@@ -173,3 +173,26 @@ def test_a_rule_that_the_network_does_not_know(pipe: canvax.Pipeline) -> None:
     start = pipe.start(PROMPTS, num_inference_steps=2)
     with refused("guidance_method"):
         canvax.rollout(pipe, pipe.params, *start[:4], rule_of("cfg", perturbs=True))
+
+
+class Twice(Alone):
+    samples = NEGATIVE, PROMPT, PROMPT  # type: ignore[assignment]
+
+
+def test_conditions_that_a_rule_does_not_read(pipe: canvax.Pipeline) -> None:
+    """They are refused, and not ignored; composed prompts are read."""
+    start = pipe.start("a fox", num_inference_steps=2, guidance_scale=3.0)
+    three = (*start.conditions, pipe.encode("a hen"))
+
+    def run(conditions: Any, rule: Any) -> Any:
+        return canvax.rollout(pipe, pipe.params, start.noise, start.keys, conditions, start.table, rule).latents
+
+    for conditions in (three, ()):
+        with refused("conditions"):
+            run(conditions, PLAIN)
+    for rule in (Twice(), "cgf"):
+        with refused("guidance_method"):
+            run(start.conditions, rule)
+    both, first = (run(three[:count], rule_of("cfg", parts=count - 1)) for count in (3, 2))
+    assert np.abs(both - first).max() > 1e-3
+    np.testing.assert_array_equal(first, run(start.conditions, "cfg"))

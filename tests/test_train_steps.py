@@ -235,6 +235,22 @@ def test_a_step_is_looked_at_before_anything_is_written(step: Any, argument: str
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("loss", {"loss": lambda *arrays: (distance(*arrays)[0], {"loss": jnp.float32(1)})}),
+        ("batch", {"accumulate": 3}),
+        ("data", {"data": iter([X])}),
+        ("data", {"data": {"x": X}.values()}),
+    ],
+)
+def test_what_a_step_or_a_run_cannot_use(argument: str, change: dict[str, Any]) -> None:
+    given = {"loss": distance, "accumulate": 1, "data": X, **change}
+    step = make_step(given["loss"], optax.sgd(0.1), accumulate=given["accumulate"])
+    with refused(argument):
+        run(step, step.init(START), given["data"], 1, Session(mesh=one()), batch=4)
+
+
 def test_pace_and_time_left_are_without_compiling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -301,14 +301,15 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     return number
 
 
-def check_function(name: str, function: Any, count: int, arguments: str) -> None:
-    """Refuse a callback that cannot be called with ``count`` arguments, before anything runs.
+def check_function(name: str, function: Any, count: int, arguments: str, keywords: Sequence[str] = ()) -> None:
+    """Refuse a callback that cannot be called with ``count`` arguments and these keywords, before anything runs.
 
     Args:
         name: name of the argument.
         function: its value.
         count: number of arguments of a call.
         arguments: names of these arguments for the error.
+        keywords: names of keyword arguments of a call.
 
     Raises:
         InputError: the function cannot be called so.
@@ -318,7 +319,7 @@ def check_function(name: str, function: Any, count: int, arguments: str) -> None
     if inspect.iscoroutinefunction(function):
         raise InputError(name, "is an async function", cure="give one without async", value=function)
     try:
-        inspect.signature(function).bind(*[None] * count)
+        inspect.signature(function).bind(*[None] * count, **dict.fromkeys(keywords))
     except ValueError:  # functions of C may have no signature
         return
     except TypeError:

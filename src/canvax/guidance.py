@@ -381,7 +381,7 @@ _COLUMN = "guidance {}"
 
 
 def rule_of(method: GuidanceFunction | str | Guidance, *, perturbs: bool = False, parts: int = 0) -> Guidance:
-    """Return the rule of a call.
+    """Return the rule of a call. Rules of this module stay as they are.
 
     Args:
         method: a name, a function or a rule.
@@ -392,7 +392,12 @@ def rule_of(method: GuidanceFunction | str | Guidance, *, perturbs: bool = False
         InputError: the method is not a rule.
     """
     own: Any = method
-    rule = KINDS[own] if isinstance(own, str) else Own(own) if hasattr(own, "denoised") else OfFunction(own)
+    if isinstance(own, str):
+        rule: Guidance = KINDS[own]
+    elif isinstance(own, OfFunction | Own | Composed | Perturbed) or own in KINDS.values():
+        rule = own
+    else:
+        rule = Own(own) if hasattr(own, "denoised") else OfFunction(own)
     rule = Composed(rule, parts) if parts else rule
     return Perturbed(rule) if perturbs else rule
 

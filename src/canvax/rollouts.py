@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.call import read_guidance_method
 from canvax.denoise import evaluated, neighbours, next_state, row_noise
 from canvax.errors import InputError, check_function
-from canvax.guidance import PLAIN, Alone, Guidance, conditions_of, filled_columns, memory_of
+from canvax.guidance import PLAIN, PROMPT, Alone, Guidance, conditions_of, filled_columns, memory_of, rule_of
 from canvax.kernels.outline import keeping
 from canvax.models.denoiser import Conditions
 from canvax.models.networks import Networks
@@ -155,7 +156,8 @@ def rollout(
             those of the negative prompt and of the prompt. A pair is guided at the scales of the table.
         table: the sampler, or its ``columns()``, which it becomes as an argument of a jitted function: samplers with as
             many rows share a program.
-        guidance: a rule of guidance; it has no effect without a pair of conditions.
+        guidance: a rule of guidance, or as ``guidance_method`` of a call; it has no effect without a pair of
+            conditions.
         guidance_settings: the numbers of the rule.
         record: called with each ``Evaluation`` while the loop is traced; what it returns is stacked.
         along: ``transition`` of a run, as recorded: each row begins from its recorded state, and ``log_prob`` is that
@@ -178,7 +180,11 @@ def rollout(
     if not all(isinstance(prompt, Mapping) for prompt in prompts):
         problem = "is neither a result of pipe.encode nor a pair of them"
         raise InputError("conditions", problem, cure="the order is noise, keys, conditions, table", value=conditions)
-    rule = guidance if len(prompts) > 1 else Alone()
+    rule = rule_of(read_guidance_method("guidance_method", guidance))
+    if len(prompts) not in (1, wanted := 1 + rule.samples.count(PROMPT)):
+        name = type(getattr(rule, "rule", rule)).__name__
+        raise InputError("conditions", f"has {len(prompts)} entries; {name} reads {wanted}")
+    rule = rule if len(prompts) > 1 else Alone()
     net.check_roles(rule.samples)
     height, width = noise.shape[1:3]
     sizes = packing.sizes(batch, width)

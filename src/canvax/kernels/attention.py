@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from canvax.errors import InputError, check_function, shown
 from canvax.kernels import cpu, gpu, tpu
 from canvax.kernels.matmul import matmul
 from canvax.kernels.outline import keep as keep
@@ -45,7 +46,11 @@ def using(form: Callable[..., Array]) -> Iterator[None]:
         form: called with queries, keys and values [B, T, heads, Dh], of all devices and perhaps fewer heads of keys;
             with the keywords ``mask``, ``bias``, ``scale`` and ``causal`` of ``attention``; and with ``where``, the
             layer's path (``canvax.kernels.outline.where``). Within it, ``attention`` is canvax's.
+
+    Raises:
+        InputError: it cannot be called so; or, when it is traced, it returns another shape than ``attention``.
     """
+    check_function("form", form, 3, "(q, k, v, *, where, **terms)", ("mask", "bias", "scale", "causal", "where"))
     token = _replacement.set(form)
     try:
         with replacing(__name__, "using", form), _traced_with(id(form)):  # it need not be hashable, and is kept alive
@@ -97,9 +102,13 @@ def attention(
     if replacement:
         token = _replacement.set(None)  # so that it may call this function
         try:
-            return replacement(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **scaled)
+            y = replacement(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **scaled)
         finally:
             _replacement.reset(token)
+        if getattr(y, "shape", None) != (shape := (*q.shape[:3], v.shape[3])):
+            problem = f"returned {shown(y)} in the layer {where()!r}, not {list(shape)}"
+            raise InputError("form", problem, cure="return [B, T, heads, Dh]", value=replacement)
+        return y
     if form is None:
         return plain_attention(q, k, v, mask=mask, bias=bias, causal=causal, **scaled)
     if form is gpu.attend_by_cudnn:

@@ -167,9 +167,8 @@ def check_strength(value: Any) -> float:
 def check_guidance(scale: Any, default: float) -> float:
     """Return the checked guidance scale."""
     if isinstance(scale, list | tuple) or getattr(scale, "ndim", 0):
-        raise InputError(
-            "guidance_scale", "is not a number", cure="give one for each step with {guidance_steps}", value=scale
-        )
+        cure = "it is the same for all images of a call; {guidance_steps} has one for each step"
+        raise InputError("guidance_scale", "is not a number", cure=cure, value=scale)
     return default if scale is None else float(check_setting(Call, "guidance_scale", scale))
 
 

@@ -225,8 +225,11 @@ def _pixels(model: Model, value: Any) -> Array:
         raise InputError("image", problem, cure="resize it")
     if jnp.issubdtype(images.dtype, jnp.integer):
         return images.astype(jnp.float32) / 255
-    if isinstance(value, np.ndarray) and not (value.min() >= 0 and value.max() <= 1):  # a device is not asked
-        raise InputError("image", "has values outside 0..1", cure="scale it, or give uint8")
+    if not isinstance(images, Tracer):
+        low, high = jax.device_get((images.min(), images.max()))
+        slack = 0 if isinstance(value, np.ndarray) else 0.5  # pixels that an optimizer moves may leave the range
+        if not (low >= -slack and high <= 1 + slack):
+            raise InputError("image", f"has values in {low:g}..{high:g}, not in 0..1", cure="scale it, or give uint8")
     return images.astype(jnp.float32)
 
 

@@ -16,19 +16,22 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from canvax.call import Enlarging, Load
+from canvax.compile.abstract import abstract_of
+from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.monitor import counting
 from canvax.compile.programs import Programs
-from canvax.errors import HintWarning, InputError, refuse_tracers, warn
+from canvax.errors import CanvaxError, HintWarning, InputError, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Family, Model
 from canvax.families.read import check_scheduler
 from canvax.models.beside import ADAPTERS
-from canvax.models.denoiser import Denoiser
+from canvax.models.denoiser import Denoiser, DenoiserWrapper
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions
+from canvax.originals import foreign
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
-from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of
+from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, padded_batch
 from canvax.params import Params
 from canvax.pipelines import functions
 from canvax.pipelines.checks import check_precision
@@ -145,7 +148,7 @@ class Pipeline(LoadedModel):
             params: its parameters; by default those of this pipeline's component of the same name.
 
         Raises:
-            InputError: the parameters are not those that the network declares.
+            InputError: the parameters are not those that the network declares, or it cannot read the latents or text.
         """
         networks = replace(self.model.networks, denoiser=denoiser)
         kept = {name: tree for name, tree in self._own(None).items() if name in networks.components}
@@ -155,6 +158,7 @@ class Pipeline(LoadedModel):
             safety_checker=self.safety_checker,
         )
         pipe.params = pipe.place(kept if params is None else {**kept, denoiser.component: params})
+        _check_reads(pipe)
         return pipe
 
     def with_ip_adapter(
@@ -528,7 +532,8 @@ def pipeline_of(
         precision: as in ``canvax.load``.
 
     Raises:
-        InputError: the parameters are not those of the networks, or another argument cannot be used.
+        InputError: the parameters are not those of the networks, the denoiser cannot read the latents or text, or
+            another argument cannot be used.
     """
     family = family or Family(name)
     if not isinstance(scheduler, Scheduler):
@@ -554,7 +559,32 @@ def pipeline_of(
     devices = mesh_of(mesh) if isinstance(mesh, str | None) else check_mesh(mesh)
     pipe = Pipeline(model, Programs(networks, devices, precision))
     pipe.params = pipe.place(params)
+    _check_reads(pipe)
     return pipe
+
+
+def _check_reads(pipe: Pipeline) -> None:
+    """Trace a user's denoiser for an image without guidance; those of canvax, and wrappers, are not traced.
+
+    Raises:
+        InputError: it cannot read the latents or the text of the other networks.
+    """
+    networks, programs = pipe.model.networks, pipe.programs
+    denoiser = networks.denoiser
+    if isinstance(denoiser, DenoiserWrapper) or denoiser.facts.only_edits or not foreign(denoiser):
+        return
+    latents = networks.latent_shape(padded_batch(1, pipe.mesh), *networks.native_size)
+    program = programs.wanted(pipe.params, latents, Kinds(guided=(False,), decoder=None))[DENOISERS[False]]
+    (inputs,) = program.inputs
+    try:
+        jax.eval_shape(program.function, program.weights(pipe.params, abstract_of), inputs)
+    except CanvaxError:  # it says more
+        raise
+    except (TypeError, ValueError) as error:
+        text = {name: shape.shape for name, shape in inputs.flight.prompts[0].items()}
+        problem = f"cannot read latents {latents} and conditions {text}: {error}"
+        cure = "check its config, and native_size of its facts"
+        raise InputError("denoiser", problem, cure=cure, value=denoiser) from error
 
 
 MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import FLOAT32_MAX, InputError
 from canvax.samplers.path import SMALLEST_ALPHA, Frame, Path
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD, NoiseSchedule
 from canvax.samplers.table import DENOISED, SLOTS, SamplerTable
@@ -27,10 +27,18 @@ def column(values: np.ndarray) -> np.ndarray:
 
 
 def rows(count: int, slots: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Return M [count, K, K + 2] that sets each slot in `slots` to its form and keeps the other slots."""
+    """Return M [count, K, K + 2] that sets each slot in `slots` to its form and keeps the other slots.
+
+    Raises:
+        InputError: there is no such slot, or a form has another shape than [8] or [count, 8].
+    """
     M = np.zeros((count, SLOTS, SLOTS + 2))
     M[:, range(SLOTS), range(SLOTS)] = 1.0
     for slot, form in slots.items():
+        if slot not in range(SLOTS):
+            raise InputError("slots", f"has the slot {slot}, which is not in 0..{SLOTS - 1}")
+        if np.shape(form) not in (M.shape[2:], whole := (count, SLOTS + 2)):
+            raise InputError("slots", f"has a form of shape {np.shape(form)} for slot {slot}, not {whole}")
         M[:, slot] = form
     return M
 
@@ -153,13 +161,23 @@ def table_of(
         scale=np.asarray(scale, np.float64),
     )
     if not table.finite:
-        raise InputError(
-            "steps",
-            "gives this sampler two rows at one noise level, or a level it cannot leave",
-            cure="use fewer steps or another {spacing}",
-            value=int(table.step[-1]) + 1,
-        )
+        raise _not_finite(table)
     return table
+
+
+def _not_finite(table: SamplerTable) -> InputError:
+    """Return the error of a table with numbers that are not finite; it names the first row of M with one."""
+    faults = np.flatnonzero(~(np.abs(table.M) <= FLOAT32_MAX).all(axis=(1, 2)))
+    where = f": row {faults[0]} of M is not finite" if faults.size else ""
+    if faults.size and not table.alpha[max(faults[0] - 1, 0) : faults[0] + 1].all():  # a memory has the row before
+        problem = f"cannot be run{where}, and alpha is 0 in row {np.argmin(table.alpha)}"
+        return InputError("sampler", problem, cure="divide by np.maximum(alpha, std / 4096), or take another path")
+    return InputError(
+        "steps",
+        f"gives this sampler two rows at one noise level, or a level it cannot leave{where}",
+        cure="use fewer steps or another {spacing}",
+        value=int(table.step[-1]) + 1,
+    )
 
 
 def _reading(schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -22,13 +22,14 @@ from canvax.train.session import (
     Session,
     another_run,
     batch_indices,
+    check_data,
     differences,
     result_of,
     run_steps,
     step_key,
 )
 from canvax.train.settings import PlanRecord
-from canvax.train.state import check_arrays, read_facts
+from canvax.train.state import read_facts
 from canvax.train.step import Loss, make_step
 from canvax.types import Array, HostArray
 
@@ -120,7 +121,7 @@ def fit(
     if samples < 1:
         raise InputError("samples", "leaves nothing to train on", value=samples)
     if not callable(data):
-        check_arrays("data", data)
+        check_data(data)
     steps, path = plan.steps, session.state
     if path and path.is_file():
         check_same(path, plan, samples, session.about)

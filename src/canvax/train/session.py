@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -189,7 +189,7 @@ def run(
     facts: dict[str, Any] = {"seed": seed}
     rows = 1
     if not callable(data):
-        check_arrays("data", data)
+        check_data(data)
         leaves = jax.tree.leaves(data)
         rows = len(leaves[0]) if leaves and leaves[0].shape else 1
         facts |= {"samples": rows, "batch": batch}
@@ -200,6 +200,14 @@ def run(
     return run_steps(
         step, state, data, steps, session, samples=rows, batch=shape, shared=shared, seed=seed, chunk=chunk, facts=facts
     )
+
+
+def check_data(data: Any) -> None:
+    """Refuse samples that are neither arrays nor a function."""
+    if jax.tree_util.all_leaves([data]) and isinstance(data, Iterable) and not hasattr(data, "dtype"):
+        cure = "give arrays, or a function (steps done, state) -> samples of the next step"
+        raise InputError("data", "is read by iteration, which cannot be resumed", cure=cure, value=data)
+    check_arrays("data", data)
 
 
 def run_steps(

@@ -90,6 +90,7 @@ def make_step(
         if accumulate == 1:
             (value, logged), gradient = value_and_gradient(state.params, samples, shared, key)
         else:
+            _check_parts(samples, accumulate)
 
             def add_gradients(total: Any, part: tuple[Any, Array]) -> tuple[Any, None]:
                 batch, index = part
@@ -149,4 +150,14 @@ def _checked(result: Any) -> tuple[Array, dict[str, Array]]:
     if not pair or getattr(result[0], "shape", None) != () or not jnp.issubdtype(result[0].dtype, jnp.floating):
         cure = "return (a number, {}), the second what else to log, by name"
         raise InputError("loss", f"returned {shown(result)}", cure=cure)
+    if "loss" in result[1]:
+        raise InputError("loss", "returned a value with the name 'loss', which the log has for the loss itself")
     return result[0], dict(result[1])
+
+
+def _check_parts(samples: Any, accumulate: int) -> None:
+    """Refuse samples that are not [accumulate, B, ...]."""
+    for leaf in jax.tree.leaves(samples):
+        if len(leaf.shape) < 2 or len(leaf) != accumulate:
+            problem = f"gives samples of shape {leaf.shape}, not [{accumulate}, B, ...] for accumulate={accumulate}"
+            raise InputError("batch", problem, cure=f"give {{batch=({accumulate}, B)}}")
