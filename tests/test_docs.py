@@ -9,8 +9,8 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from canvax.samplers import build_table, from_scheduler_config
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from examples import new_family
-from tests.support.bundled import PACKAGED
 from tests.support.serve_process import serving
 from tests.support.serving import by_job
 
@@ -180,7 +179,7 @@ def test_the_family_of_the_page_is_loaded(toy: tuple[canvax.Pipeline, Path], mon
 def test_clip_and_an_autoencoder_of_the_package(
     toy: tuple[canvax.Pipeline, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last block of the page reads them from a folder."""
+    """The last block of the page reads them from a folder, as it is saved, with the files of the tokenizer."""
     made, folder = toy
     family = known.register(sys.modules["toy_canvax"].STOCK)
     (folder / "model_index.json").unlink()
@@ -191,17 +190,18 @@ def test_clip_and_an_autoencoder_of_the_package(
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     tokenizers = canvax.load("emoji").model.tokenizers
     stock = canvax.pipeline_of(networks, params, FLOW, family=family, tokenizers=tokenizers, mesh=made.mesh)
-    stock.save(folder, overwrite=True)
-    for part, config in {"text_encoder": clip, "vae": vae}.items():
-        (folder / part / "config.json").write_text(json.dumps(dataclasses.asdict(config)), "utf-8")
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    index["tokenizer"] = ["transformers", "CLIPTokenizer"]
-    (folder / "model_index.json").write_text(json.dumps(index), "utf-8")
-    shutil.copytree(PACKAGED / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", canvax.HintWarning)
+        stock.save(folder, overwrite=True)
     loaded = canvax.load(folder, mesh=made.mesh)
     assert (loaded.model.vae, loaded.model.text) == (vae, networks.text)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, stock.params)
     np.testing.assert_array_equal(loaded.encode("a fox")["text"], stock.encode("a fox")["text"])
+    with_word = {"text_encoder": dataclasses.replace(tokenizers["text_encoder"], added={"<toy>": (7,)})}
+    other = canvax.pipeline_of(networks, params, FLOW, family=family, tokenizers=with_word, mesh=made.mesh)
+    with pytest.warns(canvax.HintWarning, match="CLIPTokenizer") as caught:
+        other.save(folder.parent / "without")
+    assert len(caught) == 1
 
 
 def test_an_edited_family_takes_the_place_of_the_installed(
