@@ -85,6 +85,7 @@ def test_under_the_pipeline(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(names["images"], want.pixels, atol=1e-3)
     assert float(names["along"]) == pytest.approx(float((names["slope"] ** 2).sum()), rel=1e-3)
     assert names["result"].latents.shape == (1, 8, 8, 32)
+    assert int(names["state"].step) == 10
     always = names["EarlySharper"](emoji.model.networks.denoiser, until=-1)
     sharp = emoji.with_denoiser(always, emoji.params["unet"])("a red apple", seed=1, progress=False)
     np.testing.assert_allclose(sharp.latents, names["sharp"].latents, atol=1e-3)
