@@ -73,6 +73,26 @@ def test_code(page: Path) -> None:
                 assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
 
 
+def test_the_names_of_examples_are_in_the_reference() -> None:
+    """Those that examples and pages import, except old Flax classes, and all of canvax.nn and canvax.train."""
+    page, described = (ROOT / "docs" / "api.md").read_text("utf-8"), set[str]()
+    for path, options in re.findall(r"^::: canvax\.(\S+)\n((?:    .*\n)*)", page, re.M):
+        members = re.search(r"members: \[(.*?)\]", options)
+        described |= {path.rpartition(".")[2], *re.findall(r"\w+", members[1] if members else "")}
+        if path == "rollouts":
+            described |= vars(importlib.import_module("canvax.rollouts")).keys()
+    texts = [block for page in PAGES for block in blocks(page)]
+    texts += [path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    used = {name for module in ("nn", "train") for name in importlib.import_module(f"canvax.{module}").__all__}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "canvax":
+            used.add(node.attr)
+        if isinstance(node, ast.ImportFrom) and re.match(r"canvax(?!\.flax_api)\b", node.module or ""):
+            used |= {name.name for name in node.names}
+    assert used <= described | {"extend"}
+
+
 @pytest.mark.weekly
 def test_under_the_pipeline(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs; the loop gives what the pipeline gives, the derivatives agree with each other."""
