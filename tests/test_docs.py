@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.samplers import build_table, from_scheduler_config
+from canvax.train import task
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from examples import new_family
@@ -301,12 +303,17 @@ def test_tutorials(page: str, emoji: canvax.Pipeline, monkeypatch: pytest.Monkey
 
 
 def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The block runs; the trained numbers are those of the data."""
+    """The first block runs; the trained numbers are those of the data. The second has arguments of ``train``."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    (block,) = blocks(ROOT / "docs" / "training.md")
+    block, from_checkpoint = blocks(ROOT / "docs" / "training.md")
     with jax.numpy_rank_promotion("allow"):
         exec(block, names)
+    calls, signature = [], inspect.signature(task.train)
+    monkeypatch.setattr(task, "train", lambda *args, **more: calls.append(signature.bind(*args, **more).arguments))
+    exec(from_checkpoint, names)
+    assert calls[0]["training"].folder == Path("out/ink")
+    assert calls[0]["log"] is names["log"]
     np.testing.assert_allclose(names["trained"]["w"], range(8), atol=0.05)
 
 
