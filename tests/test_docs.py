@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
 import shlex
-import shutil
 import sys
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.samplers import build_table, from_scheduler_config
+from canvax.train import task
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from examples import new_family
-from tests.support.bundled import PACKAGED
 from tests.support.serve_process import serving
 from tests.support.serving import by_job
 
@@ -74,6 +75,26 @@ def test_code(page: Path) -> None:
                 assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
 
 
+def test_the_names_of_examples_are_in_the_reference() -> None:
+    """Those that examples and pages import, except old Flax classes, and all of canvax.nn and canvax.train."""
+    page, described = (ROOT / "docs" / "api.md").read_text("utf-8"), set[str]()
+    for path, options in re.findall(r"^::: canvax\.(\S+)\n((?:    .*\n)*)", page, re.M):
+        members = re.search(r"members: \[(.*?)\]", options)
+        described |= {path.rpartition(".")[2], *re.findall(r"\w+", members[1] if members else "")}
+        if path == "rollouts":
+            described |= vars(importlib.import_module("canvax.rollouts")).keys()
+    texts = [block for page in PAGES for block in blocks(page)]
+    texts += [path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    used = {name for module in ("nn", "train") for name in importlib.import_module(f"canvax.{module}").__all__}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "canvax":
+            used.add(node.attr)
+        if isinstance(node, ast.ImportFrom) and re.match(r"canvax(?!\.flax_api)\b", node.module or ""):
+            used |= {name.name for name in node.names}
+    assert used <= described | {"extend"}
+
+
 @pytest.mark.weekly
 def test_under_the_pipeline(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs; the loop gives what the pipeline gives, the derivatives agree with each other."""
@@ -86,6 +107,7 @@ def test_under_the_pipeline(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(names["images"], want.pixels, atol=1e-3)
     assert float(names["along"]) == pytest.approx(float((names["slope"] ** 2).sum()), rel=1e-3)
     assert names["result"].latents.shape == (1, 8, 8, 32)
+    assert int(names["state"].step) == 10
     always = names["EarlySharper"](emoji.model.networks.denoiser, until=-1)
     sharp = emoji.with_denoiser(always, emoji.params["unet"])("a red apple", seed=1, progress=False)
     np.testing.assert_allclose(sharp.latents, names["sharp"].latents, atol=1e-3)
@@ -180,7 +202,7 @@ def test_the_family_of_the_page_is_loaded(toy: tuple[canvax.Pipeline, Path], mon
 def test_clip_and_an_autoencoder_of_the_package(
     toy: tuple[canvax.Pipeline, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last block of the page reads them from a folder."""
+    """The last block of the page reads them from a folder, as it is saved, with the files of the tokenizer."""
     made, folder = toy
     family = known.register(sys.modules["toy_canvax"].STOCK)
     (folder / "model_index.json").unlink()
@@ -191,17 +213,18 @@ def test_clip_and_an_autoencoder_of_the_package(
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     tokenizers = canvax.load("emoji").model.tokenizers
     stock = canvax.pipeline_of(networks, params, FLOW, family=family, tokenizers=tokenizers, mesh=made.mesh)
-    stock.save(folder, overwrite=True)
-    for part, config in {"text_encoder": clip, "vae": vae}.items():
-        (folder / part / "config.json").write_text(json.dumps(dataclasses.asdict(config)), "utf-8")
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    index["tokenizer"] = ["transformers", "CLIPTokenizer"]
-    (folder / "model_index.json").write_text(json.dumps(index), "utf-8")
-    shutil.copytree(PACKAGED / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", canvax.HintWarning)
+        stock.save(folder, overwrite=True)
     loaded = canvax.load(folder, mesh=made.mesh)
     assert (loaded.model.vae, loaded.model.text) == (vae, networks.text)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, stock.params)
     np.testing.assert_array_equal(loaded.encode("a fox")["text"], stock.encode("a fox")["text"])
+    with_word = {"text_encoder": dataclasses.replace(tokenizers["text_encoder"], added={"<toy>": (7,)})}
+    other = canvax.pipeline_of(networks, params, FLOW, family=family, tokenizers=with_word, mesh=made.mesh)
+    with pytest.warns(canvax.HintWarning, match="CLIPTokenizer") as caught:
+        other.save(folder.parent / "without")
+    assert len(caught) == 1
 
 
 def test_an_edited_family_takes_the_place_of_the_installed(
@@ -280,12 +303,17 @@ def test_tutorials(page: str, emoji: canvax.Pipeline, monkeypatch: pytest.Monkey
 
 
 def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The block runs; the trained numbers are those of the data."""
+    """The first block runs; the trained numbers are those of the data. The second has arguments of ``train``."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    (block,) = blocks(ROOT / "docs" / "training.md")
+    block, from_checkpoint = blocks(ROOT / "docs" / "training.md")
     with jax.numpy_rank_promotion("allow"):
         exec(block, names)
+    calls, signature = [], inspect.signature(task.train)
+    monkeypatch.setattr(task, "train", lambda *args, **more: calls.append(signature.bind(*args, **more).arguments))
+    exec(from_checkpoint, names)
+    assert calls[0]["training"].folder == Path("out/ink")
+    assert calls[0]["log"] is names["log"]
     np.testing.assert_allclose(names["trained"]["w"], range(8), atol=0.05)
 
 

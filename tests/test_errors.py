@@ -223,6 +223,9 @@ def test_values_are_shown_in_short() -> None:
     assert shown(np.float32(2.5)) == shown(jnp.float32(2.5)) == "2.5"
     assert (shown(Path("a/b")), shown(int)) == ("'a/b'", "the class int")
     assert shown(Strange()) == "<Strange that cannot be read>"
+    seen = list[str]()
+    jax.eval_shape(lambda x: seen.append(shown(x)), jnp.float32(1))
+    assert seen == ["<array float32 []>"]
 
 
 @pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), 1e39, 10**400, True, None, 1j, [1]])

@@ -13,6 +13,7 @@ from itertools import compress, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -580,6 +581,28 @@ def test_the_validation_loss_is_a_function_of_the_parameters(monkeypatch: pytest
         found = Validation(errors, parts, {}, mesh, batch)
         np.testing.assert_allclose(found({"unet": {"scale": jnp.float32(1)}}), np.mean(wanted), rtol=1e-5)
         assert found({"unet": {"scale": jnp.float32(2)}}) > np.mean(wanted)
+
+
+def test_a_log_of_the_user(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets values and images, and so does TensorBoard. The folders are texts."""
+    got, seen, on_board = fitted(monkeypatch), list[Any](), list[Any]()
+
+    def board(folder: Path) -> Any:
+        return Mock(side_effect=lambda *news: on_board.append((folder, *news)))
+
+    monkeypatch.setattr(task, "check_board", lambda folder: None)
+    monkeypatch.setattr(task, "TensorBoard", board)
+    pictures = str(write_shapes(tmp_path / "p", a=(64, 64)))
+    run = Training(str(model), pictures, str(tmp_path / "run"), plan=PLAN, size=64, tensorboard=str(tmp_path / "board"))
+    with pytest.raises(InputError) as caught:
+        task.train(run, Lora(rank=2), one(), log=lambda step: None)  # pyright: ignore[reportArgumentType]
+    assert caught.value.argument == "log"
+    assert not (tmp_path / "run").exists()
+    news = (3, {"loss": 1.0}, {"previews": np.zeros((2, 2, 3), np.uint8)})
+    task.train(run, Lora(rank=2), one(), log=lambda *news: seen.append(news))
+    got["session"].log(*news)
+    assert seen == [news]
+    assert on_board == [(tmp_path / "board", *news)]
 
 
 def test_which_images_are_held_out(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,24 @@ def test_a_step_without_samples() -> None:
     np.testing.assert_allclose(state.params["w"], 1.0, rtol=1e-6)
 
 
+def test_a_loss_without_values_to_log() -> None:
+    """It is a number, as for ``jax.grad``; a number of another kind or shape is refused."""
+    trained = [
+        run(step, step.init(START), X, 3, Session(mesh=one()), batch=4)[0].params["w"]
+        for step in (make_step(returned, optax.sgd(0.1)) for returned in (distance, lambda *a: distance(*a)[0]))
+    ]
+    np.testing.assert_array_equal(*trained)
+    for wrong in (lambda *a: distance(*a)[0][None], lambda *a: jnp.int32(1), lambda *a: 1.0):
+        with refused("loss"):
+            jax.eval_shape(
+                make_step(wrong, optax.sgd(0.1)),
+                make_step(wrong, optax.sgd(0.1)).init(START),
+                X,
+                None,
+                jax.random.key(0),
+            )
+
+
 def test_another_run_is_refused_and_a_longer_one_is_not(tmp_path: Path) -> None:
     step = make_step(distance, optax.sgd(0.1))
 

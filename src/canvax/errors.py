@@ -116,8 +116,9 @@ def shown(value: Any) -> str:
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if hasattr(value, "dtype") and getattr(value, "shape", None) == ():
-            value = value.item()
-        arrayed = not isinstance(value, type) and hasattr(value, "dtype") and getattr(value, "ndim", 0)
+            with suppress(TypeError):  # of a tracer, which has no number
+                value = value.item()
+        arrayed = not isinstance(value, type) and hasattr(value, "dtype") and hasattr(value, "ndim")
         text = f"<array {value.dtype} {list(value.shape)}>" if arrayed else re.sub(r" at 0x\w+", "", repr(value))
         text = f"the class {value.__name__}" if isinstance(value, type) else text
     except Exception:

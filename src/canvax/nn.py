@@ -21,6 +21,27 @@ from canvax.params import AxisName, Param, Params, Spec
 from canvax.quantize import PRODUCT_SCALE, SCALE
 from canvax.types import Array
 
+__all__ = [
+    "conv2d",
+    "conv2d_spec",
+    "embedding",
+    "embedding_spec",
+    "gated_linear",
+    "gelu",
+    "group_norm",
+    "layer_norm",
+    "linear",
+    "linear_spec",
+    "norm_spec",
+    "quick_gelu",
+    "upsample_nearest",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 LOW_RANK = "lora"
 """Key of a low-rank adapter in the same layer as ``weight`` (Hu et al. 2021, section 4.1): ``down`` [in, r], for a
 convolution [kh, kw, in, r], and ``up`` [r, out], into which the adapter's scale is multiplied. An optional ``share``

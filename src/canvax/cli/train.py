@@ -138,12 +138,10 @@ def _training(arguments: argparse.Namespace, **plan: Any) -> Training:
         raise InputError("warmup", f"leaves nothing of --steps {made.steps}", cure=cure, value=made.warmup)
     if "dtype" in more:
         more["dtype"] = parse_dtype(more["dtype"])
-    if "tensorboard" in more:
-        more["tensorboard"] = Path(more["tensorboard"])
     return Training(
         arguments.model or "emoji",
         arguments.pictures,
-        Path(arguments.output),
+        arguments.output,
         made,
         loading={name: value for name in LOADING if (value := getattr(arguments, name))},
         **{"empty": task.empty, **more},

@@ -28,7 +28,7 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType, HostArray
 from canvax.weights.entries import Entry
 from canvax.weights.files import ControlFiles, EncoderFiles, ModelFiles, NetworkFiles
-from canvax.weights.folder import library_of
+from canvax.weights.folder import is_tokenizer, library_of
 from canvax.weights.formats import whole_name
 from canvax.weights.layouts import arrays_read, arrays_to_save, reads_parts_of_arrays
 from canvax.weights.load import Component
@@ -385,8 +385,8 @@ class Model:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
         Networks that read control images or image prompts are separate files and are not written. Components that were
-        made in Python are written under the names of their specs. ``canvax.families.read.unsaved`` lists values that
-        the files do not have.
+        made in Python are written under the names of their specs, with the files of their tokenizers if these were read
+        from files. ``canvax.families.read.unsaved`` lists values that the files do not have.
 
         Raises:
             InputError: its weights are quantised, which that layout does not support, or the folder is not empty.
@@ -408,26 +408,41 @@ class Model:
             {name: params[name] for name in names if name in params},
             index=files.index,
             configs={name: files.configs[name] for name in (*names, "scheduler")},
-            copy_from=self.files.folder if self.files.index else None,
+            copy_from=self.files.folder if self.files.index else self.tokenizer_folder,
             dtype=dtype,
             overwrite=overwrite,
             rest={part.name: self._unread(part, params, dtype) for part in parts if part.name not in made},
         )
 
+    @property
+    def made_tokenizers(self) -> dict[str, Any]:
+        """The tokenizers of a model that was made in Python, by their components."""
+        pairs = [(encoder.tokenizer, self.tokenizers.get(encoder.component)) for encoder in self.text.encoders]
+        return {} if self.files.index else {name: each for name, each in pairs if name and each is not None}
+
+    def tokenizer_folder(self, component: str) -> Path | None:
+        """Return the folder of a made tokenizer's files; None if it has none, or has words that they lack."""
+        tokenizer = self.made_tokenizers.get(component)
+        complete = is_tokenizer(component) and not getattr(tokenizer, "added", None)
+        return getattr(tokenizer, "folder", None) if complete else None
+
     def files_to_save(self, folder: str | Path) -> ModelFiles:
         """Return the files that ``save`` writes into a folder: the index and the configs.
 
-        Components that were made in Python have the fields of the ``Config`` in their record.
+        Components that were made in Python have the fields of the ``Config`` in their record. The index names their
+        tokenizers, too; ``save`` leaves those out that have no files.
         """
         records = {encoder.component: encoder for encoder in self.text.encoders}
         records |= {self.networks.denoiser.component: self.networks.denoiser, "vae": self.networks.vae}
         made = {name: config_of(record) for name, record in records.items() if name not in self.files.configs}
         configs = {**self.files.configs, **made}
         configs.setdefault("scheduler", dict(self.scheduler.config))
-        usual = {name: next(iter(self.family.classes.get(name, ())), name) for name in made}
-        classes = {name: config.get("_class_name", usual[name]) for name, config in made.items()}
+        kinds = {name: getattr(each, "CLASS", type(each).__name__) for name, each in self.made_tokenizers.items()}
+        kinds |= dict(zip(made, made, strict=True))
+        usual = {name: next(iter(self.family.classes.get(name, ())), kind) for name, kind in kinds.items()}
+        classes = {name: made.get(name, {}).get("_class_name", kind) for name, kind in usual.items()}
         index = {"_class_name": next(iter(self.family.pipelines), self.family.name), **self.files.index}
-        index |= {name: [library_of(name), classes[name]] for name in made}
+        index |= {name: [library_of(name), kind] for name, kind in classes.items()}
         index.setdefault("scheduler", ["diffusers", configs["scheduler"].get("_class_name")])
         return replace(
             self.files,

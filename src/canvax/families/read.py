@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -149,11 +150,13 @@ def unsaved(model: Model, folder: str | Path) -> list[str]:
     if family.read is no_networks:
         return []
     lost = []
-    if not model.files.index:  # tokenizers are copied from files
-        without = [each.component for each in model.text.encoders if model.tokenizers.get(each.component) is not None]
-        folders = dict.fromkeys(each.tokenizer for each in model.text.encoders if each.component in without)
-        lost = [f"the tokenizer of {', '.join(without)} is not saved; put its files into "
-                f"{', '.join(map(repr, filter(None, folders))) or 'the folder'}"] if without else []  # fmt: skip
+    encoders = [] if model.files.index else model.text.encoders
+    absent = [each for each in encoders if model.tokenizers.get(each.component) is not None]
+    if absent := [each for each in absent if model.tokenizer_folder(each.tokenizer) is None]:
+        entries = {each.tokenizer: files.index[each.tokenizer] for each in absent if each.tokenizer}
+        entry = f", and {json.dumps(entries)[1:-1]} into its model_index.json" if entries else ""
+        lost = [f"the tokenizer of {', '.join(each.component for each in absent)} is not saved; put its files into "
+                f"{', '.join(map(repr, entries)) or 'the folder'}{entry}"]  # fmt: skip
     try:
         networks = _networks(family, files)
         scheduler = _read_scheduler(family, files, networks)

@@ -35,9 +35,15 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array, DType, HostArray
 
 ROLES = ("NEGATIVE", "PROMPT", "PERTURBED")
-NEGATIVE, PROMPT, PERTURBED = range(3)
-"""Roles of the samples of an image, which a denoiser reads as the condition ``role``, an array of NumPy [B] int32. A
-denoiser may know others (``Facts.roles``), for rules of guidance that name them."""
+NEGATIVE = 0
+"""Role of the sample of an image that reads the negative prompt.
+
+A denoiser reads roles as the condition ``role``, an array of NumPy [B] int32. It may know others (``Facts.roles``), for
+rules of guidance that name them."""
+PROMPT = 1
+"""Role of a sample that reads a prompt."""
+PERTURBED = 2
+"""Role of a sample that reads the prompt with a perturbed network."""
 
 COLUMNS = "columns"
 """Condition of a network of tokens: the images' width in tokens, [B] int32."""

@@ -17,8 +17,13 @@ from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD, NoiseSchedule
 from canvax.samplers.table import DENOISED, SLOTS, SamplerTable
 from canvax.samplers.table import NOISE as NOISE_COLUMN
 
-X, S1, S2, S3, S4, S5 = np.eye(SLOTS, SLOTS + 2)
-D, NOISE = np.eye(SLOTS + 2)[[DENOISED, NOISE_COLUMN]]
+X = np.eye(SLOTS + 2)[0]
+"""The form of the sample x, slot 0 of the state."""
+S1, S2, S3, S4, S5 = np.eye(SLOTS, SLOTS + 2)[1:]
+D = np.eye(SLOTS + 2)[DENOISED]
+"""The form of the denoised image."""
+NOISE = np.eye(SLOTS + 2)[NOISE_COLUMN]
+"""The form of fresh noise."""
 
 
 def column(values: np.ndarray) -> np.ndarray:

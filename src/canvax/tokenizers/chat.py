@@ -28,7 +28,10 @@ class ChatTokenizer:
         pad: id of the padding after a prompt.
         empty: text that replaces an empty prompt.
         added: words of textual inversions; always empty.
+        folder: folder of its file.
     """
+
+    CLASS = "PreTrainedTokenizerFast"
 
     backend: Tokenizer
     template: str
@@ -36,6 +39,7 @@ class ChatTokenizer:
     pad: int = 0
     empty: str = ""
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    folder: Path | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path, template: str) -> Self:
@@ -57,7 +61,7 @@ class ChatTokenizer:
             raise CheckpointError(f"{path}: the tokenizer cannot be read: {error}. Download it again.") from error
         backend.no_padding()
         backend.no_truncation()
-        return cls(backend, template, max(backend.get_vocab().values(), default=0))
+        return cls(backend, template, max(backend.get_vocab().values(), default=0), folder=Path(folder))
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a prompt inside the template.

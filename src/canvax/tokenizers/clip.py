@@ -51,7 +51,10 @@ class ClipTokenizer:
         pad: id of the padding: ``eos`` in Stable Diffusion 1.x, 0 in 2.x.
         largest: the largest id of the vocabulary.
         added: words with special ids, e.g. of textual inversions; they are matched before the BPE.
+        folder: folder of its files.
     """
+
+    CLASS = "CLIPTokenizer"
 
     backend: Tokenizer
     bos: int
@@ -59,6 +62,7 @@ class ClipTokenizer:
     pad: int
     largest: int
     added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
@@ -103,7 +107,7 @@ class ClipTokenizer:
             raise CheckpointError(f"{folder}: the tokenizer cannot be read: {error}. Download it again.") from error
         vocab = backend.get_vocab()
         special = (vocab[content[name]] for name in ("bos_token", "eos_token", "pad_token"))
-        return cls(backend, *special, largest=max(vocab.values()))
+        return cls(backend, *special, largest=max(vocab.values()), folder=folder)
 
     def __call__(self, prompts: Sequence[str], *, length: int = 77, **others: Any) -> np.ndarray:
         """Return the ids of each prompt, int32 [B, length]: begin, text, end, padding.

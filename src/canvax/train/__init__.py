@@ -19,36 +19,44 @@ if TYPE_CHECKING:
     from canvax.train.dataset import Dataset
     from canvax.train.log import TensorBoard, WeightsAndBiases
     from canvax.train.loop import Plan, fit
+    from canvax.train.lora import Lora
     from canvax.train.session import Session, run
     from canvax.train.state import TrainState
     from canvax.train.step import TrainStep, averaged, make_step
+    from canvax.train.task import Training, train
 
 _HOMES = {
     "Dataset": "dataset",
+    "Lora": "lora",
     "Plan": "loop",
     "Session": "session",
     "TensorBoard": "log",
     "TrainState": "state",
     "TrainStep": "step",
+    "Training": "task",
     "WeightsAndBiases": "log",
     "averaged": "step",
     "fit": "loop",
     "make_step": "step",
     "run": "session",
+    "train": "task",
 }
 
 __all__ = [
     "Dataset",
+    "Lora",
     "Plan",
     "Session",
     "TensorBoard",
     "TrainState",
     "TrainStep",
+    "Training",
     "WeightsAndBiases",
     "averaged",
     "fit",
     "make_step",
     "run",
+    "train",
 ]
 
 

@@ -19,8 +19,8 @@ from canvax.types import Array
 
 Tree = TypeVar("Tree")
 
-Loss = Callable[[Params, Any, Any, Array], tuple[Array, Mapping[str, Array]]]
-"""``(params, samples, shared, key) -> (loss, values to log)``."""
+Loss = Callable[[Params, Any, Any, Array], Array | tuple[Array, Mapping[str, Array]]]
+"""``(params, samples, shared, key) -> (loss, values to log)``, or the loss alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ def make_step(
     """Make a step that minimises a loss: pure, for ``run``, for ``jax.jit``, or as a part of a larger step.
 
     Args:
-        loss: the loss to minimise.
+        loss: the loss to minimise; it returns a number, or (a number, values to log by name).
         optimizer: an ``optax.GradientTransformation``. If it takes extra arguments, it gets ``step``, ``value`` (the
             loss) and ``grad``.
         accumulate: batches per update, processed one after the other to save memory; samples are then
@@ -145,10 +145,11 @@ def _copy(tree: Tree) -> Tree:
 
 
 def _checked(result: Any) -> tuple[Array, dict[str, Array]]:
-    """Refuse what a loss returns unless it is ``(number, values to log)``."""
+    """Refuse what a loss returns unless it is ``(number, values to log)``, or a number."""
+    result = (result, {}) if getattr(result, "shape", None) == () else result
     pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     if not pair or getattr(result[0], "shape", None) != () or not jnp.issubdtype(result[0].dtype, jnp.floating):
-        cure = "return (a number, {}), the second what else to log, by name"
+        cure = "return a number, or (a number, values to log by name)"
         raise InputError("loss", f"returned {shown(result)}", cure=cure)
     if "loss" in result[1]:
         raise InputError("loss", "returned a value with the name 'loss', which the log has for the loss itself")

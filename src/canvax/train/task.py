@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.call import LOCATION, PARTS, Load
-from canvax.errors import HintWarning, InputError, check_utf8, conflict, needs
+from canvax.errors import HintWarning, InputError, check_function, check_utf8, conflict, needs
 from canvax.families.base import Model
 from canvax.files import check_writable, first_there, named_path
 from canvax.images.grid import make_grid
@@ -67,7 +67,7 @@ from canvax.train.inputs import (
 )
 from canvax.train.kept import Store, fingerprint, in_batches, name_of
 from canvax.train.kohya import facts_of_images
-from canvax.train.log import VALIDATION, TensorBoard, check_board
+from canvax.train.log import VALIDATION, Log, TensorBoard, check_board
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import cast, check_trainable
 from canvax.train.pictures import MASK, REFERENCE, SPLITS, PictureFolder, Size, check_apart, open_pictures
@@ -151,7 +151,9 @@ class Training(TrainingRecord):
         for name in self.loading.keys() - {*LOCATION, "prediction_type", "scheduler"}:
             raise InputError("loading", "is not an argument of loading for training", cure="leave it out", value=name)
         self.source()
+        object.__setattr__(self, "folder", named_path("folder", self.folder))
         if self.tensorboard is not None:
+            object.__setattr__(self, "tensorboard", named_path("tensorboard", self.tensorboard))
             check_board(self.tensorboard)
         if self.preview_steps is not None and not self.prompts and self.validation is None:
             raise needs("preview_steps", "prompts='a cat'", "validation=0.1", value=self.preview_steps)
@@ -294,6 +296,7 @@ def train(
     subject: Subject = FILE_CAPTIONS,
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
+    log: Log | None = None,
 ) -> Path | None:
     """Train from a checkpoint, or resume the run in ``training.folder``, or make it longer if it is finished.
 
@@ -304,6 +307,7 @@ def train(
         subject: captions of images without captions, and class images.
         deadline: ``time.monotonic()`` at which to write the state and stop.
         say: called with messages about the progress.
+        log: called with the step, values and images, as ``Session.log``; images are the previews.
 
     Returns:
         The path of the result, or None if the deadline came first.
@@ -312,6 +316,8 @@ def train(
         InputError: an argument is invalid, the model or an image cannot be used, or the folder contains another run.
         CheckpointError: the model cannot be read.
     """
+    if log is not None:
+        check_function("log", log, 3, "(step, values, images)")
     target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
@@ -394,6 +400,7 @@ def train(
 
     chosen = recompute or training.remat is not None or not _has_ladder(mesh)
     board = TensorBoard(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
+    listeners = [each for each in (board, log) if each is not None]
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
     if training.prompts and given.items[0].references:  # one set of references for all previews
@@ -415,6 +422,10 @@ def train(
                 steps = {"ss_steps": str(read_facts(state).get("done", plan.steps))}
                 aim.save(path, model, params, trained, replace(training, facts={**facts, **steps}))
 
+    def heard(*news: Any) -> None:
+        for listener in listeners:
+            listener(*news)
+
     session = Session(
         training.folder / aim.part,
         aim.name,
@@ -425,7 +436,7 @@ def train(
         save_steps=training.save_steps,
         preview=shown,
         preview_steps=training.preview_steps,
-        log=board,
+        log=heard,
         fsdp=training.fsdp,
         lighter=None if chosen else lighter,
     )

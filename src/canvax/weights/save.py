@@ -80,7 +80,7 @@ def save_checkpoint(
     *,
     index: Mapping[str, Any],
     configs: Mapping[str, Mapping[str, Any]],
-    copy_from: Callable[[str], Path] | None = None,
+    copy_from: Callable[[str], Path | None] = lambda _: None,
     dtype: DType | None = None,
     overwrite: bool = False,
     rest: Mapping[str, Sequence[ArrayToSave]] | None = None,
@@ -97,8 +97,8 @@ def save_checkpoint(
         index: ``model_index.json``. Components that are not written (``safety_checker``) become null in it, and
             class names of the old Flax pipelines become those of PyTorch.
         configs: config of every component in ``components``, and of the scheduler.
-        copy_from: returns the folder of a component, for copying tokenizer files; for "", that of the model, for
-            ``canvax.json`` and ``concepts.json``.
+        copy_from: returns the folder of a component, for copying tokenizer files, or None; for "", that of the model,
+            for ``canvax.json`` and ``concepts.json``.
         dtype: dtype of the written arrays; None for each array's.
         overwrite: write into a folder that is not empty, replacing files of the same names.
         rest: arrays of each component that canvax does not use.
@@ -129,11 +129,9 @@ def save_checkpoint(
             (build / "scheduler").mkdir()
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
             names.append("scheduler")
-        if copy_from is not None:
-            names += _copy_tokenizers([name for name in index if plain_files(name)], copy_from, build)
-            for path in (copy_from("") / name for name in (DEFAULTS, CONCEPTS)):
-                if path.is_file():
-                    shutil.copyfile(path, build / path.name)
+        names += _copy_tokenizers([name for name in index if plain_files(name)], copy_from, build)
+        for path in _files_in(copy_from(""), (DEFAULTS, CONCEPTS)):
+            shutil.copyfile(path, build / path.name)
         index = _index(index, names)
         if str(index.get("_class_name")).endswith("ModularPipeline"):
             write_json(build / MODULAR, modular(index))
@@ -255,12 +253,15 @@ def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any
         raise InputError("params", problem, cure=f"give both {sorted(names)}")
 
 
-def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path], target: Path) -> list[str]:
+def _files_in(folder: Path | None, names: Sequence[str]) -> list[Path]:
+    return [] if folder is None else [folder / name for name in names if (folder / name).is_file()]
+
+
+def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path | None], target: Path) -> list[str]:
     """Copy the tokenizer files that canvax knows; return the components copied."""
     copied = []
     for component in components:
-        files = [source(component) / name for name in plain_files(component)]
-        files = [file for file in files if file.is_file()]
+        files = _files_in(source(component), plain_files(component))
         if component == "scheduler" or not files:
             continue
         (target / component).mkdir()
