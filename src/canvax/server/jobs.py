@@ -418,8 +418,8 @@ class ModelCard:
         sampler: default sampler.
         max_images: limit of images of a job.
         max_steps: limit of steps of a job.
-        tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing"; of a model that was trained to fill
-            masks, "inpainting" is the first.
+        tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing"; "inpainting" is the first of a
+            model that was trained to fill masks.
         examples: prompts that suit the model.
         prompts: all concepts that the model knows; empty for most models, which take any prompt.
         styles: words that choose a style, written as ", STYLE style" after a prompt.
