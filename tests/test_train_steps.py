@@ -195,7 +195,8 @@ def test_a_loss_without_values_to_log() -> None:
         for step in (make_step(returned, optax.sgd(0.1)) for returned in (distance, lambda *a: distance(*a)[0]))
     ]
     np.testing.assert_array_equal(*trained)
-    for wrong in (lambda *a: distance(*a)[0][None], lambda *a: jnp.int32(1), lambda *a: 1.0):
+    wrongs: list[Any] = [lambda *a: distance(*a)[0][None], lambda *a: jnp.int32(1), lambda *a: 1.0]
+    for wrong in wrongs:
         with refused("loss"):
             jax.eval_shape(
                 make_step(wrong, optax.sgd(0.1)),
