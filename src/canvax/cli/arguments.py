@@ -153,7 +153,10 @@ def _refuse_images(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: about the first of them.
     """
-    for word in filter(os.path.isfile, arguments.prompts):
+    prompts: list[str] = arguments.prompts
+    for word in prompts:
+        if not os.path.isfile(word):
+            continue
         from PIL import Image  # here, since `canvax --help` does not import it
 
         if os.path.splitext(word)[1].lower() in Image.registered_extensions():
