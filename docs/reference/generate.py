@@ -260,7 +260,7 @@ def _kind(field: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
             return f"up to {field['maxItems']} files"
         return f"list of {_kind(field['items'], schemas)}" if field.get("items") else "list"
     if "contentMediaType" in field:
-        return ", ".join(filter(None, ("file", field.get("description"))))
+        return "file"
     if kind == "string":
         return f"text ({field['maxLength']})" if "maxLength" in field else "text"
     least, most = field.get("minimum", field.get("exclusiveMinimum")), field.get("maximum")

@@ -30,7 +30,7 @@ _CFG_PP = "_cfg_pp"
 """End of the names of samplers with CFG++."""
 _MOST_NODES, _MOST_JOINED, _MOST_BETWEEN = 10_000, 50, 8
 _RESIZED = {"latent": "bilinear", "pixel": "lanczos"}
-"""How canvax enlarges a first pass, in ComfyUI's words."""
+"""Methods by which canvax enlarges a first pass, in ComfyUI's words."""
 
 Node = Mapping[str, Any]
 
