@@ -33,7 +33,7 @@ _FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
 _FILES = {
     "type": "object",
     "properties": {
-        "image": _FILE | {"description": "in place of image[]"},
+        "image": _FILE | {"description": "the only image"},
         "image[]": {"type": "array", "items": _FILE, "maxItems": MOST_REFERENCES},
         "mask": _FILE | {"description": "transparent where the image changes, of its size"},
     },
