@@ -242,6 +242,7 @@ def mapped(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
     return attention(q, k, v, **terms)
 
 
+@pytest.mark.slow
 def test_attention_maps_are_recorded(small: canvax.Pipeline) -> None:
     """Of each row, layer and sample, in a jitted rollout, with recomputation too; they are those of the row alone."""
     start = small.start(["a red apple", "a fox"], seed=[1, 2], num_inference_steps=3, sampler="DDIM")

@@ -239,6 +239,7 @@ def test_meshes_of_other_forms(own: Mesh) -> None:
     assert mesh == make_mesh()
 
 
+@pytest.mark.slow
 def test_edited_parameters_compile_nothing(checkpoint: Path) -> None:
     """An operation on a split array leaves a sharding that is the same and not equal."""
     pipe = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:2], model=2), progress=False)
@@ -293,6 +294,7 @@ def test_memory_is_what_the_compiler_says(emoji: canvax.Pipeline) -> None:
     assert (without.weights, without.programs) == (found.weights, found.programs)
 
 
+@pytest.mark.slow
 def test_weights_on_each_device(checkpoint: Path) -> None:
     whole = canvax.load(checkpoint, mesh=make_mesh(data=8)).memory()
     halved = canvax.load(checkpoint, mesh=make_mesh(data=4, model=2)).memory()

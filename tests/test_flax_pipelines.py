@@ -332,6 +332,7 @@ def test_scheduler_argument(old: Old, olds: Olds) -> None:
     assert list(olds["xl"].pipeline._table({"scheduler": state}, 4).timestep) == [750, 500, 250, 0]
 
 
+@pytest.mark.slow
 def test_ahead_of_time(old: Old) -> None:
     """The way of the SDXL page: lower with the static arguments, call without them."""
     ids, negative = old.arrays()["prompt_ids"], old.negative()

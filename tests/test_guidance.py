@@ -128,6 +128,7 @@ def test_numbers_of_a_kind_compile_nothing(kind: dict[str, Any], emoji: canvax.P
     assert np.abs(draw(emoji, **kind | other).latents - first.latents).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_momentum_is_of_each_image(emoji: canvax.Pipeline) -> None:
     """In a batch of images with other prompts, in parts of the run with and without guidance, and in a rollout."""
     call: dict[str, Any] = {"num_inference_steps": 5, "guidance_scale": 5.0, "guidance_method": "apg"}
@@ -288,6 +289,7 @@ def test_a_role_of_a_network_of_ones_own(emoji: canvax.Pipeline) -> None:
     dataclasses.replace(networks, denoiser=known).check_roles(Weaker.samples)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_second_set_of_weights(emoji: canvax.Pipeline) -> None:
     """The page's autoguidance is its formula, of two networks apart, for images of a batch; off, it is one network."""
     page = (Path(__file__).parents[1] / "docs/guidance.md").read_text().partition("## Guidance by a weaker network")[2]

@@ -480,6 +480,7 @@ def test_where_convolutions_are_by_taps(kind: str, pictures: int, taps: bool) ->
     assert ("stablehlo.convolution" not in text) == taps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("height", "strip"), [(48, 16 + 4), (37, 13 + 4)], ids=["even", "uneven"])
 def test_an_image_strip_by_strip(height: int, strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A residual block has the same numbers and gradients as at once, also at the borders, on two devices."""

@@ -436,6 +436,7 @@ class Louder(DenoiserWrapper):
         return 2 * output, memory
 
 
+@pytest.mark.slow
 def test_another_denoiser_in_a_pipeline(pipe: canvax.Pipeline, tmp_path: Path) -> None:
     """A wrapper of its denoiser, which is not saved, and other parameters."""
     inner = pipe.model.networks.denoiser
@@ -734,6 +735,7 @@ def test_what_a_denoiser_does_not_offer_is_refused(around: Any) -> None:
         assert (caught.value.argument, caught.value.value) == ("denoiser", "mlp")
 
 
+@pytest.mark.slow
 def test_records_around_a_unet_in_any_order() -> None:
     """Each keeps what it prepares to itself, and hands on what those around it ask for."""
     unet = UNetDenoiser(UNET)

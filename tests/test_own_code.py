@@ -172,6 +172,7 @@ def plain(negative: Any, conditional: Any, scale: Any) -> Any:
     return negative + scale[:, None, None, None] * (conditional - negative)
 
 
+@pytest.mark.slow
 def test_guidance_of_ones_own(emoji: canvax.Pipeline) -> None:
     """Compiled once for each function object; nothing else compiles again."""
     want = draw(emoji, guidance_scale=4.0)

@@ -331,6 +331,7 @@ def test_prompts_that_are_added_up(emoji: canvax.Pipeline) -> None:
     np.testing.assert_allclose(only, draw(emoji, "a cat", sampler="ddim").latents, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_conditions_in_place_of_prompts(emoji: canvax.Pipeline) -> None:
     plain = draw(emoji, "a red apple", negative_prompt="a dog")
     again = draw(emoji, emoji.encode("a red apple"), negative_prompt=emoji.encode("a dog"))

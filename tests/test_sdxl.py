@@ -92,6 +92,7 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     assert pipe.model.scheduler.options.steps_offset == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.weekly)])
 def test_low_precision(dtype: str, folder: Path, base: canvax.Pipeline) -> None:
     pipe = canvax.load(folder, dtype=dtype, mesh=one_device())
@@ -118,6 +119,7 @@ def test_numbers_that_16_bits_round_are_embedded_exactly(what: str) -> None:
     assert np.abs(half - exact).max() < apart / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["Euler", "Euler a", "DDIM", "DDPM"])
 @pytest.mark.parametrize("cut", [0.8, 0.45])
 def test_run_in_two_parts(sampler: str, cut: float, emoji: canvax.Pipeline) -> None:
@@ -132,6 +134,7 @@ def test_run_in_two_parts(sampler: str, cut: float, emoji: canvax.Pipeline) -> N
     assert compilations() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["DPM++ 2M", "PNDM", "DPM++ 2M SDE"])
 def test_run_in_two_parts_with_memory(sampler: str, emoji: canvax.Pipeline) -> None:
     """A sampler with memory begins the second part anew: nearly the same picture."""
@@ -198,6 +201,7 @@ def test_flax_files(base: canvax.Pipeline, tmp_path: Path) -> None:
     np.testing.assert_array_equal(draw(pipe).latents, draw(base).latents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "upcast"), [("bfloat16", True), ("float16", True), ("float16", False)])
 def test_vae_stays_finite(dtype: str, upcast: bool) -> None:
     """Activations above float16's largest number, which SDXL's own decoder has."""

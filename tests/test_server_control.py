@@ -129,6 +129,7 @@ def test_each_request_has_its_own(
     assert told["ip_adapter"] == ["plain", "plus"]
 
 
+@pytest.mark.slow
 def test_larger_by_tiles(server: tuple[httpx.Client, ImageEngine], pipe: canvax.Pipeline) -> None:
     """Each tile is its own control image."""
     large = {"image": b64(some_colours(5, (72, 64))), "upscale": 1.25, "strength": 0.5, "width": None, "height": None}

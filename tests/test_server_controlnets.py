@@ -76,6 +76,7 @@ def same(image: np.ndarray, other: np.ndarray) -> bool:
     return bool(np.abs(image - other).max() <= 2)
 
 
+@pytest.mark.slow
 def test_requests_name_them(server: tuple[httpx.Client, ImageEngine], folder: Path, base: canvax.Pipeline) -> None:
     """The pixels of ``with_controlnet``. Another picture or network of the same config compiles nothing."""
     client, engine = server
@@ -101,6 +102,7 @@ def test_requests_name_them(server: tuple[httpx.Client, ImageEngine], folder: Pa
     assert same(by_job(client, BODY | both)[0], called(pipe, control=[ONE, TWO]))
 
 
+@pytest.mark.slow
 def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.Pipeline) -> None:
     client, _ = server
     assert client.get("/controlnet/model_list").json() == {"model_list": ["colours", "depth", "edges", "lines"]}
@@ -148,6 +150,7 @@ def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> No
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 
+@pytest.mark.slow
 def test_a_vae_of_another_config(
     server: tuple[httpx.Client, ImageEngine], folder: Path, small_folder: Path, base: canvax.Pipeline
 ) -> None:

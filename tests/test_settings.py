@@ -94,6 +94,7 @@ def test_a_mesh_is_text_as_well() -> None:
     assert dict(canvax.load(mesh="data=1,model=2").programs.mesh.shape) == {"data": 1, "model": 2}
 
 
+@pytest.mark.slow
 def test_precision_is_in_metadata(small_folder: Path) -> None:
     pipe = canvax.load(small_folder, mesh="data=1", precision="highest")
     result = pipe("a cat", num_inference_steps=1, progress=False)

@@ -329,6 +329,7 @@ def test_its_base_model_is_stated(width: int, prediction: Any, version: Any, arc
 # References
 
 
+@pytest.mark.slow
 def test_references_of_pictures(tmp_path: Path, model: Path) -> None:
     """By the column or by a second folder; only a LoRA reads the column, and Stable Diffusion refuses it."""
     pictures = write_shapes(tmp_path / "p" / "train")
@@ -367,6 +368,7 @@ def test_references_of_pictures(tmp_path: Path, model: Path) -> None:
 # What is kept on disk
 
 
+@pytest.mark.slow
 def test_what_changed_is_encoded_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got, sizes = fitted(monkeypatch), list[int]()
     real = inputs.encode_pictures

@@ -344,6 +344,7 @@ KINDS_OF_FACTORS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS_OF_FACTORS)
 def test_files_are_what_was_trained(model: Path, pictures: Path, tmp_path: Path, kind: dict[str, Any]) -> None:
     """New factors change nothing; trained ones in their file are the weights that training and its previews had."""
