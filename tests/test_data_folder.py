@@ -480,6 +480,20 @@ def test_an_image_of_canvax_names_its_loras(
     assert ("generated with it" in said) != found
 
 
+def test_an_image_of_canvax_has_a_lora_with_two_strengths(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = {"it": {"file": "./ink.safetensors", "weight": {"text_encoder": 0.5, "unet": 0.8}}}
+    recorded = {"prompt": "a cat", "seed": 1, "model": "tiny", "canvax": "0.1.0", "adapters": adapters}
+    save_image(tmp_path / "a.png", Image.new("RGB", (8, 8)), recorded)
+    ((image,), _) = gather(parse(["generate", "--from-image", str(tmp_path / "a.png")]))
+    assert image.prompt == "a cat <lora:ink:0.5:0.8>"
+    assert main(["info", str(tmp_path / "a.png"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["losses"] == [[]]
+    assert "<lora:ink:0.5:0.8>" in report["commands"][0]
+
+
 @pytest.mark.parametrize(
     ("digits", "differs"), [("0123456789", True), ("ABABABABAB", False), ("ab" * 32, False), ("01234567", False)]
 )

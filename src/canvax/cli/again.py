@@ -55,7 +55,7 @@ def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
         settings |= {"height": None, "width": None}
     elif usual_syntax() != "plain":
         settings = {"prompt_syntax": "plain"} | settings
-    words += _flag("prompt", " ".join([str(metadata.get("prompt", "")), *tags_for_prompt(metadata)]).lstrip())
+    words += _flag("prompt", " ".join([str(metadata.get("prompt", "")), *tags_for_prompt(metadata).values()]).lstrip())
     words += _flag("model", recorded_model(metadata) or ("MODEL" if is_lost(metadata) else None))
     for name in OF_MODEL:
         words += _flag(name, recorded_part(metadata, name))
@@ -225,9 +225,20 @@ def adapters_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
             yield from ((tag, name, weight) for name, weight in tags_of(tag, "unet").items() if is_lora_here(name))
 
 
-def tags_for_prompt(metadata: Mapping[str, Any]) -> list[str]:
-    """Return another program's LoRAs with two strengths, of the folder of models: only a prompt can have these."""
-    return [name for name, _, weight in adapters_of(metadata) if name.startswith("<") and not is_weight(weight)]
+def tags_for_prompt(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return tags of the LoRAs with two strengths, by their names: only a prompt can have these.
+
+    They are in the folder of models.
+    """
+    tags = {}
+    for name, file, weight in adapters_of(metadata):
+        if not isinstance(weight, dict) or not all(map(is_weight, weight.values())) or not is_lora_here(file):
+            continue
+        text = {weight[part] for part in weight if part.startswith("text_encoder")}
+        others = {weight[part] for part in weight if not part.startswith("text_encoder")}
+        if len(text) == len(others) == 1:
+            tags[name] = f"<lora:{file}:{text.pop()}:{others.pop()}>"
+    return tags
 
 
 def is_lora_here(name: Any) -> bool:
@@ -249,8 +260,9 @@ def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 def _adapters_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
     """Yield a clause for each adapter and each word that flags may load from another file."""
+    tags = tags_for_prompt(metadata)
     for name, _, weight in adapters_of(metadata):
-        if not is_weight(weight) and not name.startswith("<"):
+        if not is_weight(weight) and name not in tags:
             yield f"the weight of its adapter {name} is {weight}, and --lora takes one number"
         elif revision := table_in(metadata, "adapters").get(name, {}).get("revision"):
             yield f"its adapter {name} is of the revision {revision}, and --lora takes the newest"

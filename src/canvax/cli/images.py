@@ -283,9 +283,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
         arguments.lora = [*arguments.lora, *loras]
         complain(f"{where}: was generated with --lora {' --lora '.join(loras)}, which is loaded")
     if not (arguments.prompts or arguments.prompt or arguments.prompt_file):
-        tags = [tag for tag in tags_for_prompt(metadata) if not any(f":{name}:" in tag for name in named)]
-        here |= dict.fromkeys(tags, "")
-        settings["prompt"] = " ".join([settings.get("prompt", ""), *tags]).lstrip()
+        tags = tags_for_prompt(metadata).items()
+        tags = {name: tag for name, tag in tags if not any(f":{other}:" in tag for other in named)}
+        here |= tags
+        settings["prompt"] = " ".join([settings.get("prompt", ""), *tags.values()]).lstrip()
     if unknown := [text for text in left_out(metadata) if text not in here]:
         complain(f"{where}: settings that cannot be read are left out: {', '.join(unknown)}", label="warning: ")
     lost = lost_model(metadata) if is_lost(metadata) and not arguments.model else ""

@@ -134,9 +134,9 @@ def check_scheduler(networks: Networks, scheduler: Scheduler, name: str) -> None
     declared, kind = networks.prediction, scheduler.schedule.prediction_type
     if declared not in (None, kind):
         problem = f"has the prediction type {kind}, and the prediction of {name} is {declared}"
-        cure = (
-            f"take {FLOW}" if declared == "flow_prediction" else f"give a config with 'prediction_type': {declared!r}"
-        )
+        cure = f"give a config with 'prediction_type': {declared!r}"
+        if "flow_prediction" in (declared, kind):
+            cure = f"take {FLOW}" if kind != "flow_prediction" else f"take DDIMScheduler; {cure}"
         raise InputError("scheduler", problem, cure=cure, value=scheduler.config.get("_class_name"))
 
 
