@@ -112,9 +112,9 @@ def ours(work: Work) -> Figures:
     def peak() -> int | None:
         return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
-    def watch(step: int, numbers: Any) -> None:
+    def log(step: int, values: Any, images: Any) -> None:
         ends.append(time.perf_counter())
-        losses.append(numbers["loss"])
+        losses.append(values["loss"])
 
     real = task.fit
 
@@ -122,7 +122,7 @@ def ours(work: Work) -> Figures:
         facts.update(ready_s=time.perf_counter() - began, device_peak_before_bytes=peak())
         _write_same(work, start, data, samples, plan, shared)
         facts["begun"] = time.perf_counter()
-        return real(start, loss, data, samples, plan, replace(session, watch=watch), shared)
+        return real(start, loss, data, samples, plan, replace(session, log=log), shared)
 
     plan = replace(
         task.PLAN, steps=work.chunk * (1 + work.rounds), batch=work.batch, chunk=work.chunk, seed=0,

@@ -118,7 +118,7 @@ def sd(small: canvax.Pipeline) -> canvax.Pipeline:
     return small
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def before(sd: canvax.Pipeline) -> dict[str, Any]:
     return dict(flatten(sd.params))
 

@@ -285,7 +285,7 @@ def test_a_role_of_a_network_of_ones_own(emoji: canvax.Pipeline) -> None:
     assert caught.value.argument == "guidance"
     assert "role 3" in str(caught.value)
     networks = emoji.model.networks
-    known = SimpleNamespace(facts=Facts(roles=(*networks.denoiser.facts.roles, 3)))
+    known = SimpleNamespace(component="unet", facts=Facts(roles=(*networks.denoiser.facts.roles, 3)))
     dataclasses.replace(networks, denoiser=known).check_roles(Weaker.samples)  # type: ignore[arg-type]
 
 

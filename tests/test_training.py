@@ -150,14 +150,14 @@ def test_the_first_state_comes_early(
 ) -> None:
     """A run that is killed before it is said to begin again."""
 
-    def kill(step: int, numbers: Any) -> None:
+    def kill(step: int, *_: Any) -> None:
         if step == 6:
             raise KeyboardInterrupt
 
     for seconds in (30.0, 0.0):
         monkeypatch.setattr(sessions, "FIRST_STATE", seconds)
         with pytest.raises(KeyboardInterrupt):
-            toy(tmp_path / "run", save_every=300, watch=kill)
+            toy(tmp_path / "run", save_every=300, log=kill)
         assert (tmp_path / "run" / STATE).exists() == (seconds == 0)
     assert capsys.readouterr().err.count("no state") == 1
     assert step_of(tmp_path / "run") == 2
@@ -170,14 +170,14 @@ def step_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_takes_effect_after_the_state_is_written(tmp_path: Path, number: int) -> None:
-    def send(step: int, numbers: Any) -> None:
+    def send(step: int, *_: Any) -> None:
         if step == 4:
             signal.raise_signal(number)
 
     with stoppable():
         before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
         with pytest.raises(KeyboardInterrupt):
-            toy(tmp_path / "parts", save_every=300, watch=send)
+            toy(tmp_path / "parts", save_every=300, log=send)
         assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
     assert step_of(tmp_path / "parts") == 4
     toy(tmp_path / "parts")
@@ -200,7 +200,7 @@ def test_states_are_written_beside_the_steps(tmp_path: Path, monkeypatch: pytest
         running.clear()
 
     monkeypatch.setattr(sessions, "save_state", slowly)
-    toy(tmp_path, watch=lambda step, _: done.set() if step == 6 else None)
+    toy(tmp_path, log=lambda step, *_: done.set() if step == 6 else None)
     assert written == [2, 8]
     assert not any(overlapping)
 

@@ -55,7 +55,8 @@ def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
         settings |= {"height": None, "width": None}
     elif usual_syntax() != "plain":
         settings = {"prompt_syntax": "plain"} | settings
-    words += _flag("prompt", " ".join([str(metadata.get("prompt", "")), *tags_for_prompt(metadata).values()]).lstrip())
+    prompt, tags = metadata.get("prompt", ""), tags_for_prompt(metadata).values()
+    words += _flag("prompt", " ".join([str(prompt or ""), *tags]).lstrip() if tags else prompt)
     words += _flag("model", recorded_model(metadata) or ("MODEL" if is_lost(metadata) else None))
     for name in OF_MODEL:
         words += _flag(name, recorded_part(metadata, name))

@@ -286,7 +286,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
         tags = tags_for_prompt(metadata).items()
         tags = {name: tag for name, tag in tags if not any(f":{other}:" in tag for other in named)}
         here |= tags
-        settings["prompt"] = " ".join([settings.get("prompt", ""), *tags.values()]).lstrip()
+        settings["prompt"] = " ".join([settings.get("prompt") or "", *tags.values()]).lstrip()
     if unknown := [text for text in left_out(metadata) if text not in here]:
         complain(f"{where}: settings that cannot be read are left out: {', '.join(unknown)}", label="warning: ")
     lost = lost_model(metadata) if is_lost(metadata) and not arguments.model else ""

@@ -71,7 +71,6 @@ class Session:
             uint8 and numbers that it returns by name are passed to ``log``.
         preview_every: seconds between previews.
         preview_steps: steps between previews, instead of ``preview_every``.
-        watch: former name of ``log``; called with the step and the values.
         fsdp: ``fit`` also splits the trained parameters, their average and the optimizer's state over ``data``.
             With several processes callbacks get whole parameters.
         lighter: called if the compiled step does not fit into the devices' free memory; the step, then compiled again,
@@ -91,7 +90,6 @@ class Session:
     preview: Callable[[int, Params], Mapping[str, HostArray | float] | None] | None = None
     preview_every: float = 900.0
     preview_steps: int | None = None
-    watch: Callable[[int, Mapping[str, float]], None] | None = None
     log: Log | None = None
     fsdp: bool = False
     lighter: Callable[[], None] | None = None
@@ -114,13 +112,10 @@ class Session:
         for what in ("save_steps", "preview_steps"):
             if getattr(self, what) is not None:
                 check_count(what, getattr(self, what))
-        calls = {"save": "parameters", "preview": "parameters", "watch": "numbers", "log": "values, images"}
+        calls = {"save": "parameters", "preview": "parameters", "log": "values, images"}
         for what, arguments in calls.items():
             if getattr(self, what) is not None:
                 check_function(what, getattr(self, what), 2 + arguments.count(","), f"(step, {arguments})")
-
-        if (watch := self.watch) is not None and self.log is None:
-            object.__setattr__(self, "log", lambda step, values, images: watch(step, values) if values else None)
 
     @property
     def state(self) -> Path | None:
