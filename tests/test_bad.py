@@ -379,7 +379,7 @@ def test_a_bad_row_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 LOSSES: list[tuple[dict[str, Any], str]] = [
-    ({"loss": lambda p, d, i, k: np.float32(0)}, "loss"),
+    ({"loss": lambda p, d, i, k: np.zeros(4, np.float32)}, "loss"),
     ({"loss": lambda p, d: 0}, "loss"),
     ({"params": {}}, "params"),
     ({"samples": 0}, "samples"),
