@@ -244,7 +244,7 @@ class OfFunction:
 
 
 @dataclass(frozen=True)
-class Own:
+class UserRule:
     """A checked rule of the user.
 
     Attributes:
@@ -381,23 +381,26 @@ _COLUMN = "guidance {}"
 
 
 def rule_of(method: GuidanceFunction | str | Guidance, *, perturbs: bool = False, parts: int = 0) -> Guidance:
-    """Return the rule of a call. Rules of this module stay as they are.
+    """Return the rule of guidance of a call; a rule or function of a user is checked.
 
     Args:
-        method: a name, a function or a rule.
+        method: the name of a rule, a rule, or a function that combines the denoised samples.
         perturbs: for perturbed-attention guidance.
         parts: prompts of each image that are added up; 0 for none.
 
     Raises:
         InputError: the method is not a rule.
     """
-    own: Any = method
-    if isinstance(own, str):
-        rule: Guidance = KINDS[own]
-    elif isinstance(own, OfFunction | Own | Composed | Perturbed) or own in KINDS.values():
-        rule = own
+    chosen: Any = method
+    rule: Guidance
+    if isinstance(chosen, str):
+        rule = KINDS[chosen]
+    elif chosen in KINDS.values() or isinstance(chosen, OfFunction | UserRule | Composed | Perturbed):
+        rule = chosen  # it was checked
+    elif hasattr(chosen, "denoised"):
+        rule = UserRule(chosen)
     else:
-        rule = Own(own) if hasattr(own, "denoised") else OfFunction(own)
+        rule = OfFunction(chosen)
     rule = Composed(rule, parts) if parts else rule
     return Perturbed(rule) if perturbs else rule
 

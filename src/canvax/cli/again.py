@@ -227,9 +227,9 @@ def adapters_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def tags_for_prompt(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return tags of the LoRAs with two strengths, by their names: only a prompt can have these.
+    """Return the tag of each LoRA whose text encoders and denoiser have different weights, by its name.
 
-    They are in the folder of models.
+    ``--lora`` takes one weight, a tag in the prompt two. Only LoRAs in the folder of models have a tag.
     """
     tags = {}
     for name, file, weight in adapters_of(metadata):

@@ -283,8 +283,11 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
         arguments.lora = [*arguments.lora, *loras]
         complain(f"{where}: was generated with --lora {' --lora '.join(loras)}, which is loaded")
     if not (arguments.prompts or arguments.prompt or arguments.prompt_file):
-        tags = tags_for_prompt(metadata).items()
-        tags = {name: tag for name, tag in tags if not any(f":{other}:" in tag for other in named)}
+        tags = {
+            name: tag
+            for name, tag in tags_for_prompt(metadata).items()
+            if not any(f":{other}:" in tag for other in named)
+        }
         here |= tags
         settings["prompt"] = " ".join([settings.get("prompt") or "", *tags.values()]).lstrip()
     if unknown := [text for text in left_out(metadata) if text not in here]:

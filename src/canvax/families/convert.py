@@ -60,7 +60,7 @@ def convert(
     """Write a model in another form; without a cast, the bits are the same.
 
     Args:
-        model: a folder, a Hub id, one file of a whole model, a PyTorch pickle with any tensors, or a folder of such
+        model: a model as a folder, a file or a Hub id; a PyTorch pickle with any tensors; or a folder of PyTorch
             pickles.
         output: a name with the suffix .safetensors for one file, otherwise a folder in the diffusers layout. From a
             pickle only .safetensors, with the pickle's names; from a folder of them a folder. There, pickles that

@@ -213,7 +213,16 @@ class _Graph:
             other[f"{label}, stop_at_clip_layer"] = str(layer)
 
     def _text(self, node: Node, name: str, joined: set[int] | None = None) -> str | None:
-        """Return a text, also one that nodes join; None if it cannot be read. ``joined``: ids of such nodes."""
+        """Return the text in an input of a node, which may be joined from the texts of other nodes.
+
+        Args:
+            node: the node.
+            name: name of its input.
+            joined: ids of the joining nodes before this one, so that a circle of nodes ends.
+
+        Returns:
+            The text; None if it cannot be read.
+        """
         source = self._node(node, name)
         if source is None or source.get("class_type") != _JOIN:
             value = self._value(node, name)

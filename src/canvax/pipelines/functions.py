@@ -226,8 +226,10 @@ def _pixels(model: Model, value: Any) -> Array:
     if jnp.issubdtype(images.dtype, jnp.integer):
         return images.astype(jnp.float32) / 255
     if not isinstance(images, Tracer):
-        low, high = jax.device_get((images.min(), images.max()))
-        slack = 0 if isinstance(value, np.ndarray) else 0.5  # pixels that an optimizer moves may leave the range
+        on_host = isinstance(value, np.ndarray)
+        pixels = value if on_host else images
+        low, high = jax.device_get((pixels.min(), pixels.max()))
+        slack = 0 if on_host else 0.5  # pixels that an optimizer moves may leave the range
         if not (low >= -slack and high <= 1 + slack):
             raise InputError("image", f"has values in {low:g}..{high:g}, not in 0..1", cure="scale it, or give uint8")
     return images.astype(jnp.float32)

@@ -152,7 +152,9 @@ class LoadedModel:
         return functions.encode_image(self.model, self._own(params), image, height, width)
 
     def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
-        """Return the network's output [B, h, w, C] float32: the schedule's prediction type, such as the noise.
+        """Return the network's output [B, h, w, C] float32.
+
+        It is what the schedule's ``prediction_type`` names: the noise for "epsilon", the velocity for "v_prediction".
 
         This is a pure function of its arrays: use it inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
 

@@ -245,7 +245,7 @@ def error(refused: Rejected, request_id: str) -> Response:
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """Return a job as JSON values, for its client."""
+    """Return a job as JSON values for its client, and note that the client has read how the job ended."""
     job.read |= job.status.over
     code_message = job.error and {"code": job.error[0], "message": job.error[1]}
     return {

@@ -422,9 +422,9 @@ def train(
                 steps = {"ss_steps": str(read_facts(state).get("done", plan.steps))}
                 aim.save(path, model, params, trained, replace(training, facts={**facts, **steps}))
 
-    def heard(*news: Any) -> None:
+    def log_to_all(step: int, values: Mapping[str, float], images: Mapping[str, HostArray]) -> None:
         for listener in listeners:
-            listener(*news)
+            listener(step, values, images)
 
     session = Session(
         training.folder / aim.part,
@@ -436,7 +436,7 @@ def train(
         save_steps=training.save_steps,
         preview=shown,
         preview_steps=training.preview_steps,
-        log=heard,
+        log=log_to_all if listeners else None,
         fsdp=training.fsdp,
         lighter=None if chosen else lighter,
     )
