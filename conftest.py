@@ -91,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 FAMILIES = r"anima|chroma|flux-\w+|flux[23](?:-base)?|krea2(?:-turbo)?|qwen(?:-edit|-turbo|-1\b)?|z-image"
 FAMILY = re.compile(rf"/test_families_\w+\.py::\w+\[({FAMILIES})")
+ORDINARY = {"flux2", "qwen-edit", "z-image"}
+"""Families that ``make test`` tries."""
 
 
 def unit(nodeid: str) -> str:
@@ -100,7 +102,14 @@ def unit(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Units with the most slow tests come first: of two workers, none may be alone with a long one in the end."""
+    """Units with the most slow tests come first: of two workers, none may be alone with a long one in the end.
+
+    In the files about all families, tests of families other than ``ORDINARY`` are slow.
+    """
+    for item in items:
+        family = FAMILY.search(item.nodeid)
+        if family and family[1] not in ORDINARY and not item.get_closest_marker("weekly"):
+            item.add_marker(pytest.mark.slow)
     units = {item: unit(item.nodeid) for item in items}
     slow = Counter(
         units[item] for item in items if item.get_closest_marker("slow") or item.get_closest_marker("weekly")

@@ -167,6 +167,7 @@ def test_the_file_of_a_folder_is_recorded(sd: canvax.Pipeline, loras: Path) -> N
     assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_prompt_that_names_a_few_step_adapter(beside: bool, sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
     """A hint has the settings that it was made for, when it is loaded."""
@@ -431,6 +432,7 @@ def test_the_order_of_adapters_and_networks_changes_nothing(
     assert np.abs(third.latents - made[0].latents).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a control-LoRA", "a difference"])
 def test_networks_wait_in_the_hosts_memory(kind: str, sd: canvax.Pipeline, folder: Path, tmp_path: Path) -> None:
     file = adding(kind, sd, tmp_path)

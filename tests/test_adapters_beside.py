@@ -102,6 +102,7 @@ def test_as_merged(sd: canvax.Pipeline, loras: Path) -> None:
     np.testing.assert_allclose(beside, merged, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_each_image_has_its_own(sd: canvax.Pipeline, loras: Path) -> None:
     """Images of one batch, guided, are what each is alone with its adapters, whatever its neighbours have."""
     sd.adapters.beside(rank=RANK)
@@ -183,6 +184,7 @@ def test_nothing_compiles(sd: canvax.Pipeline, loras: Path) -> None:
     assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(different) for b in different[:i])
 
 
+@pytest.mark.slow
 def test_weights_of_blocks_are_those_of_merging(sd: canvax.Pipeline, loras: Path) -> None:
     table = {"unet": {"up": 0.3}, "text_encoder": 0.5}
     sd.adapters.load("ink", loras / "ink.safetensors", table)
@@ -210,6 +212,7 @@ def test_a_weight_of_0_for_one_network_alone(sd: canvax.Pipeline, loras: Path) -
     assert "adapters" not in off.metadata[0]
 
 
+@pytest.mark.slow
 def test_prompts_name_their_own(sd: canvax.Pipeline, loras: Path) -> None:
     """``<lora:...>`` may differ; of a folder the one that was not used for longest makes room."""
     sd.adapters.beside(rank=RANK, places=2)

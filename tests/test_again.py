@@ -245,6 +245,7 @@ def test_a_pipeline_generates_an_image_again(emoji: canvax.Pipeline, tmp_path: P
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_images_are_given_again(emoji: canvax.Pipeline) -> None:
     want = generated(emoji, image=PHOTO, mask=PHOTO.convert("L"), strength=0.5, mask_mode="soft")
     (metadata,) = want.metadata

@@ -203,6 +203,7 @@ def test_a_form_of_ones_own(small: canvax.Pipeline, tmp_path: Path, monkeypatch:
     assert {"text_encoder.layers.0"} <= set(seen)
 
 
+@pytest.mark.slow
 def test_a_compiled_function_notices_another_form(small: canvax.Pipeline) -> None:
     """One that was compiled before is traced again within, and is the first one afterwards."""
     latents, text = jnp.ones((1, 8, 8, 4)), small.encode("a cat")

@@ -122,6 +122,7 @@ def test_same_image_in_any_company(pipe: canvax.Pipeline, rows: int) -> None:
         same(got[prompt], latents, prompt)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_for_who_comes_and_goes(pipe: canvax.Pipeline) -> None:
     serve(pipe, batch_of(pipe, 4), 2)
     before = compilations()
@@ -158,6 +159,7 @@ def test_both_denoisers_share_the_rows(pipe: canvax.Pipeline) -> None:
     same(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_a_finished_image_waits_unchanged(pipe: canvax.Pipeline) -> None:
     short, long = IMAGES[4], IMAGES[1]
     batch = batch_of(pipe, 2)

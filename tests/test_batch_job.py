@@ -378,6 +378,7 @@ def test_no_two_files_differ_in_case_alone(into: Any, tmp_path: Path) -> None:
     assert [Path(names[i]).stem for i in ("cat", "dog")] == ["cat", "dog"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("into", ["files", "tar", pytest.param("parquet", marks=needs_pyarrow)])
 def test_goes_on_where_it_was_stopped(into: Any, worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
     """A kill between any two steps: a file without its line, a line cut off, images that wait for their shard."""

@@ -71,6 +71,7 @@ def pipe(base: canvax.Pipeline, folders: list[Path]) -> canvax.Pipeline:
     return base.with_controlnet(folders[0])
 
 
+@pytest.mark.slow
 def test_scale_zero_is_no_control(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
     want = draw(base).latents
     assert far(draw(pipe, control=edges(1), control_scale=0).latents, want) < 1e-4
@@ -511,6 +512,7 @@ def test_other_maps() -> None:
 # The command line
 
 
+@pytest.mark.slow
 def test_command_line(
     pipe: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,11 +198,13 @@ def compiled_collectives(data: int, model: int, batch: int) -> dict[str, dict[st
     return {name: collectives(ready[own].executable.as_text()) for name, own in names.items()}
 
 
+@pytest.mark.slow
 def test_no_collective_over_data() -> None:
     """Eight devices that share a batch never wait for each other, in the denoising loop or elsewhere."""
     assert compiled_collectives(8, 1, 8) == {"text": {}, "denoise": {}, "decode": {}}
 
 
+@pytest.mark.slow
 def test_one_sum_for_each_pair_of_layers_over_model() -> None:
     """Nothing but an all-reduce behind each residual block and behind each attention and feed-forward."""
     resnets, transformers = 8, 4
@@ -321,6 +323,7 @@ def test_program_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         assert part in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_layer_that_cannot_fit_is_refused_before_compiling(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error waits for no other program. If the layer fits once, a warning comes. Figures are of any size."""
     pipe, compiled, ended = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1])), Lowered.compile, Event()

@@ -16,6 +16,8 @@ from canvax.train import make_step
 from examples import dpo, from_scratch
 from examples.from_scratch import WIDTH, Dit, distance, flow_error, loss_of, mean_flow_error
 
+pytestmark = pytest.mark.slow
+
 MEAN, DEVIATION = 0.7, 0.4
 """Of the data, which is normal: so is every z, and its path of the flow is known."""
 

@@ -247,6 +247,7 @@ def test_two_for_one() -> None:
     assert len(jax.tree.leaves(jax.block_until_ready(both))) == len(first | second) == 2
 
 
+@pytest.mark.slow
 def test_seeds_of_jax(emoji: canvax.Pipeline) -> None:
     seeds = jnp.arange(3, dtype=jnp.uint32)
     assert [one["seed"] for one in emoji("a", n=3, **QUICK | {"seed": seeds}).metadata] == [0, 1, 2]  # type: ignore[call-arg]

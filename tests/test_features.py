@@ -179,6 +179,7 @@ def test_features_are_bounded(sd: canvax.Pipeline, encoded: Count) -> None:
     assert pipe.programs.features._bytes <= most
 
 
+@pytest.mark.slow
 def test_on_a_mesh(small_folder: Path, encoded: Count) -> None:
     """One text for each of two devices, in one run."""
     pipe = canvax.load(small_folder, progress=False, mesh=make_mesh(jax.devices()[:2]))

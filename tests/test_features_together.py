@@ -87,6 +87,7 @@ EVERY_ROW = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @EVERY_ROW
 def test_an_image_is_its_arguments_alone(
     row: Row, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -172,6 +172,7 @@ def old(olds: Olds) -> Old:
     return olds["text"]
 
 
+@pytest.mark.slow
 @every_kind
 def test_every_way_draws_the_same(kind: str, olds: Olds) -> None:
     """jit=True, jit=False, ``_generate`` and the native pipeline, from the same noise; nothing compiles twice."""
@@ -284,6 +285,7 @@ def test_output(old: Old) -> None:
     assert flax_api.make_image_grid([picture] * 4, 1, 4, resize=32).size == (128, 32)
 
 
+@pytest.mark.slow
 def test_scheduler_is_popped_and_put_back(old: Old) -> None:
     """As in the guides, where all other parameters are halved."""
     params = dict(old.params)
@@ -375,6 +377,7 @@ def test_latents_of_sdxl_can_be_returned(olds: Olds) -> None:
         old(output_type="pil")
 
 
+@pytest.mark.slow
 def test_devices_do_not_talk(old: Old) -> None:
     old()
     (programs,) = (p for key, p in old.pipeline._programs.items() if key[0])

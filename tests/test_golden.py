@@ -75,6 +75,7 @@ def test_16_bits_are_nearly_32(dtype: str, sampler: str) -> None:
         assert 35 <= psnr(got, want) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_times_and_sizes_are_not_rounded_to_16_bits(dtype: str) -> None:
     """A bfloat16 knows no 257, a float16 no 4097: the sinusoids are of float32, and only they are rounded."""

@@ -100,6 +100,7 @@ def draw(emoji: canvax.Pipeline, **changes: Any) -> canvax.Result:
     return emoji("a fox", **{"seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0, "progress": False} | changes)
 
 
+@pytest.mark.slow
 def test_a_rule_that_sees_the_row(emoji: canvax.Pipeline) -> None:
     """Guidance of the first half of the run, by the rule and by the steps."""
 
@@ -176,6 +177,7 @@ class Away:
         return guided + per_image(seen.column("strength")) * (conditional - perturbed)
 
 
+@pytest.mark.slow
 def test_a_rule_with_three_roles(emoji: canvax.Pipeline) -> None:
     """Compiled once, by what it is equal to, whatever its numbers."""
     want = [draw(emoji, pag_scale=scale).latents for scale in (2.0, 1.0)]
@@ -203,6 +205,7 @@ class Smoothed:
         return guided, jnp.stack([average, seen.memory[:, 1] + 1], axis=1)
 
 
+@pytest.mark.slow
 def test_a_rule_with_a_memory(emoji: canvax.Pipeline) -> None:
     """The memory is zero before the run, and that of the row before in each row."""
     call: dict[str, Any] = {"seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0, "sampler": "DPM++ 2M"}
@@ -223,6 +226,7 @@ def test_a_rule_with_a_memory(emoji: canvax.Pipeline) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["DDIM", "Euler", "Euler a"])
 def test_cfg_pp(sampler: str, emoji: canvax.Pipeline) -> None:
     """Chung et al. 2024, algorithm 2, in float64: the image is guided, the noise of the step is the unguided one."""

@@ -119,6 +119,7 @@ def test_encode_image(emoji: canvax.Pipeline, apple: Image.Image) -> None:
     assert -10 * np.log10(error) > 25  # the autoencoder's own loss
 
 
+@pytest.mark.slow
 def test_encoding_arrays_is_a_pure_function(small: canvax.Pipeline) -> None:
     """The latents of files of the same pixels, in any batch; under ``jit``, ``grad`` and ``vmap``."""
     side = 2 * small.model.networks.size_step

@@ -105,6 +105,7 @@ def test_nothing_recompiles(pipe: canvax.Pipeline) -> None:
     assert draw(pipe, image_prompt=ImagePrompt(photo(1), adapter=1), **more).compilations == 0
 
 
+@pytest.mark.slow
 def test_adapters_wait_in_the_hosts_memory(base: canvax.Pipeline, pipe: canvax.Pipeline, root: Path) -> None:
     files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
     waiting = canvax.load(base.model.name, mesh=base.mesh, offload=True).with_ip_adapter(files)
@@ -130,6 +131,7 @@ def test_image_prompts_of_a_quantised_model(
     assert np.linalg.norm(effect(narrow) - want) < {"int8": 0.1, "float8": 0.3}[kind] * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_masks_are_data(pipe: canvax.Pipeline) -> None:
     def masked(one: Image.Image, other: Image.Image) -> canvax.Result:
         prompts = [ImagePrompt(photo(1), mask=one), ImagePrompt(photo(2), 0.5, mask=other)]
@@ -147,6 +149,7 @@ def test_masks_are_data(pipe: canvax.Pipeline) -> None:
     assert far(black, draw(pipe).latents) < 1e-4
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     prompts, seeds = ["a cat", "a dog"], [4, 9]
     alone = [
@@ -316,6 +319,7 @@ def test_a_long_image_is_seen_in_its_middle(size: tuple[int, int]) -> None:
     np.testing.assert_allclose(seen.mean((0, 1)), [0, 0, 1], atol=0.01)
 
 
+@pytest.mark.slow
 def test_rows_of_a_file(pipe: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ``canvax batch``: each row with its own image prompts."""
     monkeypatch.chdir(tmp_path)

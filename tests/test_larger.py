@@ -110,6 +110,7 @@ def test_a_second_prompt_after_an_encoded_one(emoji: canvax.Pipeline) -> None:
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_second_pass_is_image_to_image(emoji: canvax.Pipeline) -> None:
     base = draw(emoji).images[0].resize((128, 128), Image.Resampling.LANCZOS)
     want = draw(emoji, image=base, strength=0.5, strength_rule="exact")
@@ -323,6 +324,7 @@ def test_latents_need_no_decoder(
         result.grid()
 
 
+@pytest.mark.slow
 def test_upscale_with_a_table(emoji: canvax.Pipeline) -> None:
     """A table begins where it was built to, as the strength says for a name."""
     image = draw(emoji).images[0]
@@ -388,6 +390,7 @@ def _left(pixels: np.ndarray) -> int:
     return int(cells[0]) - (width - 64) // 2
 
 
+@pytest.mark.slow
 def test_sizes_along_a_sheet(here: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     """Cells have the largest size, and smaller images are in their middle."""
     words = ["sheet", "a fox", "--x", "size=96x64,64x64", "--steps", "2", "-s", "4", "-q"]
@@ -426,6 +429,7 @@ def test_models_along_a_sheet(here: Path, emoji: canvax.Pipeline, monkeypatch: p
     assert loaded == [("emoji", None), ("other", None)]
 
 
+@pytest.mark.slow
 def test_upscale_command(here: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     draw(emoji).images[0].save("fox.png")
     assert main(["upscale", "fox.png", "-p", "a fox", "-s", "4", "--steps", "6", "-o", "big.png", "-q"]) == 0

@@ -243,6 +243,7 @@ def test_reuse_off_costs_nothing(emoji: canvax.Pipeline, monkeypatch: pytest.Mon
     assert (plain["case"], more["case"]) == (1, 2)
 
 
+@pytest.mark.slow
 def test_reuse_computes_what_the_network_computes(emoji: canvax.Pipeline) -> None:
     """A row that computes all of the network honours PAG as a program without reuse does."""
     networks, params = emoji.programs.networks, emoji.params["unet"]  # type: ignore[index]
@@ -445,6 +446,7 @@ def test_rows_that_are_computed() -> None:
         assert with_forecasts(table) is table
 
 
+@pytest.mark.slow
 def test_a_fast_image(emoji: canvax.Pipeline) -> None:
     """Nearly the image, in fewer evaluations of the same programs, with the word in its metadata."""
     seen: list[canvax.Step] = []

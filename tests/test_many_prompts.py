@@ -113,6 +113,7 @@ def test_images_of_the_same_settings_come_together(run: Run, emoji: canvax.Pipel
     assert_files(out.split()[3:], [bee])
 
 
+@pytest.mark.slow
 def test_lines_know_the_names_of_other_programs(run: Run) -> None:
     line = {"prompt": "a cat", "neg_prompt": "red", "sampling_steps": 3, "cfg": 2, "sampler_name": "Euler", "H": 72,
             "subseed": 3, "subseed_strength": 0.5, "seed": 8, "n": 2}  # fmt: skip
@@ -213,6 +214,7 @@ def test_files_of_a_batch_are_exact(run: Run, emoji: canvax.Pipeline) -> None:
     assert (report["rows"], report["skipped"], report["errors"]) == (6, 6, 0)
 
 
+@pytest.mark.slow
 def test_shares_of_a_batch_are_the_whole(run: Run) -> None:
     run("batch", rows_file(ROWS), "-o", "all", *BATCH)
     for share in ("1/2", "0/2"):

@@ -217,6 +217,7 @@ def test_bound_of_products_in_8_bits() -> None:
     assert times == pytest.approx([0.75, 1, 0.75])
 
 
+@pytest.mark.slow
 def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are tokens of the denoiser, in its program and its work, and each of their sizes has an encoder."""
     monkeypatch.setattr(planning, "compiler_version", lambda target: {target.compiler: "0"})

@@ -360,6 +360,7 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.Pipeline, canva
     return one, four
 
 
+@pytest.mark.slow
 def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
     """Weighted conditions of ``pipe.encode`` give what the text gives, pooled output and zeros included."""
     pipe = xl[0]

@@ -60,6 +60,7 @@ def test_every_prompt_decides(pipe: canvax.Pipeline, name: str) -> None:
     assert np.abs(latents({name: "something else"}) - latents({})).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_second_encoder_reads_the_first_prompts_unless_it_has_its_own(pipe: canvax.Pipeline) -> None:
     plain = draw(pipe, ["a", "b"], ["x", "y"], 2, 5, {})
     same = draw(pipe, ["a", "b"], ["x", "y"], 2, 5, {"prompt_2": ["a", "b"], "negative_prompt_2": ["x", "y"]})

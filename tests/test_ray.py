@@ -114,6 +114,7 @@ def test_models_stay_where_they_are_in_memory() -> None:
     assert again == [first, second]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("pyarrow"), reason='needs pyarrow: pip install ".[batch]"')
 def test_generate_without_a_cluster(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``map_batches`` calls: all columns come back with images; errors and gaps do not change the types."""

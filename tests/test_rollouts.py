@@ -85,6 +85,7 @@ def test_log_probabilities(pipe: canvax.Pipeline, sampler: str) -> None:
     assert (log_prob != 0).any() == (sampler != "Euler")
 
 
+@pytest.mark.slow
 def test_along_a_recorded_run(pipe: canvax.Pipeline) -> None:
     """Rows stand for themselves: some of them in another order have the same numbers, and other weights others."""
     start, run = transitions(pipe, sampler="Euler a")

@@ -74,6 +74,7 @@ def test_full_size() -> None:
     assert count(vae_spec(SDXL_VAE)) == 83_653_863
 
 
+@pytest.mark.slow
 def test_defaults(base: canvax.Pipeline) -> None:
     result = draw(base)
     assert result.images[0].size == (64, 64)

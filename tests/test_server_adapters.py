@@ -503,6 +503,7 @@ def test_models_without_weights_read_the_words(data: Path) -> None:
     assert served.loaded_params() is not served.loaded_params(checked.beside.words)
 
 
+@pytest.mark.slow
 def test_the_shell(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "a wool alien apple", "--negative", "<felt>", "--steps", "2", "--seed", "3", "--json"]
     assert main([*words, "--data-dir", str(data), "--output", str(tmp_path / "a.png")]) == 0

@@ -131,6 +131,7 @@ def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.P
         assert client.post("/sdapi/v1/txt2img", json=BODY | {"alwayson_scripts": scripts}).status_code in (404, 422)
 
 
+@pytest.mark.slow
 def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> None:
     client, _ = server
     (card,) = client.get("/api/models").json()["models"]
@@ -172,6 +173,7 @@ def test_a_vae_of_another_config(
     assert counts.compilations == 0
 
 
+@pytest.mark.slow
 def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) -> None:
     """Those of its ControlNet's config, within ``--memory``; others are refused, with the flags to start it with."""
     nets = folder / "models/ControlNet"

@@ -191,6 +191,7 @@ def test_a_measurement_that_was_disturbed_decides_nothing(monkeypatch: pytest.Mo
     assert (group.batches, group.timings.row) == ([1, 4], {1: 0.01, 4: 0.02})
 
 
+@pytest.mark.slow
 def test_timings_are_kept_beside_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same flags give the same server; with other batches all is measured."""
     monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))
@@ -565,6 +566,7 @@ def test_waits_count_that_batches_do_several_images_at_a_time(
         job.cancel()
 
 
+@pytest.mark.slow
 def test_images_that_were_sent_are_let_go_when_they_were_read(engine: ImageEngine) -> None:
     def held(job: Job) -> int:
         return byte_size(image for item in engine._items[job.id] for image in item.inputs())
@@ -822,6 +824,7 @@ def test_an_image_too_large_for_the_memory_is_not_compiled(
     assert "1.0 MB are free" in job.error[1]
 
 
+@pytest.mark.slow
 def test_the_encoder_of_images_is_compiled_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """On demand; another client does not wait for that, and a fault of the compiler fails it alone."""
     image, plain = Image.new("RGB", (64, 64), "red"), JobRequest("a red apple", steps=2, client="another")

@@ -160,6 +160,7 @@ def test_commands(flag: str) -> None:
 TRANSFORMERS = [name for name, networks in PRESETS.items() if isinstance(networks.denoiser, TransformerDenoiser)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_layers_are_copied_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer's weights are copied when they are used: released sizes and the shortest text, or with a reference."""

@@ -710,6 +710,7 @@ class Watching(ControlNetTask):
         return target
 
 
+@pytest.mark.slow
 def test_flipped_pictures_keep_their_control_image_and_use_every_caption(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

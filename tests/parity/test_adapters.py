@@ -127,6 +127,7 @@ def small(make: Callable[[Draw, tuple[int, ...]], Made]) -> Callable[[Draw, tupl
     return smaller
 
 
+@pytest.mark.slow
 def test_settings_in_the_header(sd: Any, tmp_path: Path) -> None:
     """alpha, and alpha of some layers, as diffusers saves them."""
     theirs, ours = sd

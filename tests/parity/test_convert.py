@@ -71,6 +71,7 @@ def test_diffusers_reads_what_is_written(made: Made, tmp_path: Path) -> None:
     assert all(torch.equal(want[name].half(), got[name].half()) for name in want)
 
 
+@pytest.mark.slow
 def test_what_it_predicts_is_kept(made: Made, tmp_path: Path) -> None:
     folder = canvax.convert(made("xl")[0], tmp_path / "v")
     path = folder / "scheduler/scheduler_config.json"

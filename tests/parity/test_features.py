@@ -121,14 +121,11 @@ PAG: dict[str, Any] = {"cls": "StableDiffusionPAGPipeline", "parts": {"pag_appli
 
 CASES: dict[str, Case] = {
     "DPM++ 2M Karras": text("DPM++ 2M Karras"),
-    "PNDM": text("PNDM", both={"num_inference_steps": 10}),
-    "Euler Karras, velocity": text("Euler Karras", "sd velocity"),
     "image, DDIM": image("Img2Img", "DDIM", 0.75),
     "image, DPM++ 2M Karras": image("Img2Img", "DPM++ 2M Karras", 0.5),
     "image, Euler a": image("Img2Img", "Euler a", 0.3),
     "image, Heun": image("Img2Img", "Heun", 0.75),
     "image, all of it": image("Img2Img", "DDIM", 1.0),
-    "image, a generator": image("Img2Img", "DDIM", 0.75, generator=True),
     "mask, a generator": image("Inpaint", "DDIM", 0.75, generator=True),
     "mask, DDIM": image("Inpaint", "DDIM", 1.0),
     "mask, Euler": image("Inpaint", "Euler", 0.5),
@@ -139,7 +136,6 @@ CASES: dict[str, Case] = {
     "control, DPM++ 2M Karras": control(sampler="DPM++ 2M Karras"),
     "control, image": on_image("Img2Img", theirs={"control_guidance_end": 0.7}, ours={"control_end": 0.7}),
     "control, mask": on_image("Inpaint", theirs={"control_guidance_end": 0.7}, ours={"control_end": 0.7}),
-    "control, a generator": dataclasses.replace(on_image("Img2Img"), generator=True),
     "SDXL, no negative": text("Euler", "xl", negative=None),
     "SDXL, empty negative": text("Euler", "xl", negative=""),
     "SDXL, second prompts": text("Euler", "xl", both=SECOND),
@@ -147,6 +143,14 @@ CASES: dict[str, Case] = {
     "SDXL, sizes": text("Euler", "xl", negative=None, count=1, both=SIZES, without=tuple(SIZES)),
     "SDXL, sizes, DPM++ 2M": text("DPM++ 2M", "xl", negative=None, count=1, both=SIZES),
     "SDXL, mask": image("Inpaint", "Euler", 1.0, "xl"),
+    "image prompt": seen("plain", their=WIDE, prompts=ImagePrompt(WIDE, 0.7), scale=0.7),
+}  # fmt: skip
+
+SLOW: dict[str, Case] = {
+    "PNDM": text("PNDM", both={"num_inference_steps": 10}),
+    "Euler Karras, velocity": text("Euler Karras", "sd velocity"),
+    "image, a generator": image("Img2Img", "DDIM", 0.75, generator=True),
+    "control, a generator": dataclasses.replace(on_image("Img2Img"), generator=True),
     "SDXL, mask, DDIM": image("Inpaint", "DDIM", 0.5, "xl"),
     "SDXL, T2I": Case(
         "StableDiffusionXLAdapterPipeline", "xl", "Euler", count=1, nets=("t2i",),
@@ -158,7 +162,6 @@ CASES: dict[str, Case] = {
     "union, two": typed({"openpose": 0, "canny": 3}, without=("control",)),
     "union, image": typed({"tile": 6, "depth": 1}, "Img2Img", both={"image": photo(1), "strength": 0.6}),
     "union, mask": typed({"repaint": 7}, "Inpaint", both={"image": photo(1), "strength": 0.6}, **PAINTED),
-    "image prompt": seen("plain", their=WIDE, prompts=ImagePrompt(WIDE, 0.7), scale=0.7),
     "image prompt, plus": seen("plus", their=WIDE, prompts=ImagePrompt(WIDE, 0.7), scale=0.7),
     "image prompt, full": seen("full", their=WIDE, prompts=ImagePrompt(WIDE, 0.7), scale=0.7),
     "image prompt, no guidance": seen("plus", their=photo(2), prompts=photo(2), both={"guidance_scale": 1.0}),
@@ -174,9 +177,6 @@ CASES: dict[str, Case] = {
        for scale in ({"down": {"block_0": 0.7}}, {"up": {"block_1": [0.0, 1.0]}, "mid": 0.4}, {"up": 0.6})},
     **{f"embeds, {kind}": Case(eyes=(kind,), count=1, theirs={"ip_adapter_image_embeds": [torch.from_numpy(one)]},
                                ours={"ip_adapter_image_embeds": [one]}) for kind, one in EMBEDS.items()},
-}  # fmt: skip
-
-SLOW: dict[str, Case] = {
     "DDIM": text("DDIM"),
     "Euler a": text("Euler a"),
     "DDPM, velocity": text("DDPM", "sd velocity"),
@@ -367,6 +367,7 @@ def test_guidance_as_an_input(peers: Peers) -> None:
     assert np.all(np.asarray(conditions["guidance"]) == 3.25)
 
 
+@pytest.mark.slow
 def test_a_latent_consistency_model_against_its_own_pipeline(peers: Peers, tmp_path: Path) -> None:
     """One step of their sampler, which adds no noise."""
     both = {"num_inference_steps": 1, "guidance_scale": 8.5}

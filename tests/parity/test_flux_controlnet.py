@@ -33,6 +33,8 @@ from .families import FLUX_SIZES, Model, flux_network, flux_original, picture, w
 from .reference import given_noise, psnr, randomise
 from .transformers_reference import same_names_and_shapes, stored, unfused
 
+pytestmark = pytest.mark.slow
+
 HEIGHT, WIDTH = 48, 80
 BLOCKS = {"num_layers": 3, "num_single_layers": 3}
 SHOWN = [picture(HEIGHT, WIDTH), picture(HEIGHT, WIDTH, 1.0)]

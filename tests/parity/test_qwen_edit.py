@@ -135,6 +135,7 @@ def model(made: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
     return made
 
 
+@pytest.mark.slow
 def test_without_guidance_at_the_size_of_the_first(model: Model) -> None:
     """Three references, which are seen in order."""
     three = [*TWO, picture(90, 100, 1.0)]
@@ -147,6 +148,7 @@ def test_without_guidance_at_the_size_of_the_first(model: Model) -> None:
     assert psnr(model.draw(image=three, prompt=[*model.record.prompts[::-1]], **drawn).pixels, want) < 40
 
 
+@pytest.mark.slow
 def test_guided_by_a_negative_prompt(model: Model) -> None:
     """Which sees the references, too."""
     asked: dict[str, Any] = {"num_inference_steps": 3, "guidance_scale": 3.0, "image": TWO}
@@ -158,6 +160,7 @@ def test_guided_by_a_negative_prompt(model: Model) -> None:
     assert psnr(model.draw(negative_prompt=negatives, **drawn | {"guidance_method": "cfg"}).pixels, want) < 50
 
 
+@pytest.mark.slow
 def test_references_at_the_time_of_the_image(model: Model, tmp_path: Path) -> None:
     """As in 2509, whose config does not say that they are at time 0."""
     folder = shutil.copytree(model.folder, tmp_path / "model")
@@ -169,6 +172,7 @@ def test_references_at_the_time_of_the_image(model: Model, tmp_path: Path) -> No
     assert psnr(model.draw(**asked, **model.small).pixels, want) < 50
 
 
+@pytest.mark.slow
 def test_the_first_edit(model: Model, tmp_path: Path) -> None:
     """It has one reference, which is seen in the size in which the transformer reads it."""
     first = Model("qwen-edit-first", tmp_path / "model")
@@ -196,6 +200,7 @@ def test_lengths_of_a_server(model: Model, monkeypatch: pytest.MonkeyPatch, on_d
     assert sorted(made) == sorted((length, reads) for length in lengths for reads in (False, True))
 
 
+@pytest.mark.slow
 def test_what_sees_references(model: Model) -> None:
     """Conditions were made without them."""
     encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer
@@ -210,6 +215,7 @@ def test_what_sees_references(model: Model) -> None:
     assert caught.value.argument == "image"
 
 
+@pytest.mark.slow
 def test_inside_a_mask(model: Model) -> None:
     """The image is a reference, too, also at a size that is scaled to be one."""
     asked: dict[str, Any] = {"mask": half_mask(48), "seed": 1, "num_inference_steps": 2, "options": QUIET}
@@ -231,6 +237,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files("qwen-edit", tmp_path_factory.mktemp("files"))
 
 
+@pytest.mark.slow
 def test_files_of_edit(files: Files, tmp_path: Path) -> None:
     """The name or an array of a file says which model it is; a text encoder without a tower does not see."""
     assert files.load().model.networks == files.wanted.model.networks

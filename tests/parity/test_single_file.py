@@ -44,6 +44,7 @@ def load(path: Path) -> canvax.Pipeline:
     return canvax.load(path, mesh=one_device(), dtype="float32", progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:.*a guess:UserWarning")
 def test_every_array_is_that_of_the_folder(kind: str, made: Made) -> None:
@@ -78,6 +79,7 @@ def test_same_image(kind: str, made: Made) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_same_image_as_diffusers(made: Made) -> None:
     folder, file = made("sd1")
     theirs = diffusers.StableDiffusionPipeline.from_single_file(str(file), config=str(folder), local_files_only=True)
