@@ -649,7 +649,8 @@ def test_prompts_of_comfyui_behind_other_nodes(tmp_path: Path) -> None:
 
 def test_two_texts_of_sdxl_in_comfyui(tmp_path: Path) -> None:
     sizes = {"width": 512, "height": 768, "target_width": 512, "target_height": 768, "crop_w": 0}
-    skip = {"40": node("CLIPSetLastLayer", stop_at_clip_layer=-2, clip=["10", 1])}
+    skip = {"40": node("CLIPSetLastLayer", stop_at_clip_layer=-2, clip=["10", 1]),
+            "7": node("CLIPTextEncode", text="text, watermark", clip=["40", 0])}  # fmt: skip
     for text, changed, options, other in (
         ("a fox", {}, {}, set()),
         ("oil", {}, {"prompt_2": "oil"}, set()),
@@ -659,7 +660,7 @@ def test_two_texts_of_sdxl_in_comfyui(tmp_path: Path) -> None:
         encode = node("CLIPTextEncodeSDXL", text_l="a fox", text_g=text, clip=["40", 0], **sizes | changed)
         read = of_another(tmp_path / "a.png", "ComfyUI", **skip, **{"6": encode})
         plain = OTHERS["ComfyUI"]["read"]
-        assert (read["prompt"], read["options"]) == ("a fox", plain["options"] | options)
+        assert (read["prompt"], read["options"]) == ("a fox", plain["options"] | options | {"clip_skip": 1})
         assert read["other"].keys() - plain["other"].keys() == other
 
 

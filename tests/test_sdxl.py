@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import canvax
+from canvax.cli.again import again
+from canvax.cli.arguments import parse
+from canvax.cli.images import gather
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
+from canvax.images.metadata import read_metadata
 from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
@@ -31,6 +37,7 @@ from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
+from canvax.weights.data_folder import VARIABLE
 from tests.support.checkpoints import write_json
 from tests.support.drawing import one_device
 from tests.support.small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
@@ -60,6 +67,27 @@ def refiner(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
 def draw(pipe: canvax.Pipeline, prompt: Any = "a cat", *, options: Any = None, **arguments: Any) -> canvax.Result:
     options = dataclasses.replace(QUIET, **(options or {}))
     return pipe(prompt, **{"num_inference_steps": 5, "seed": 3, "options": options} | arguments)
+
+
+def test_layers_that_another_program_skipped(
+    base: canvax.Pipeline, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A1111 and ComfyUI count the last layer, which SDXL does not read, in Python, in the shell and in its hint."""
+    info = PngInfo()
+    info.add_text("parameters", "a cat\nSteps: 2, Sampler: Euler, CFG scale: 3, Seed: 4, Size: 64x64, Clip skip: 3")
+    Image.new("RGB", (8, 8)).save(image := tmp_path / "a.png", pnginfo=info)
+    assert base.again(image, progress=False).metadata[0]["options"]["clip_skip"] == 1
+    (call,), _ = gather(parse(["generate", "--from-image", str(image), "-m", str(folder)]))
+    assert call.options.clip_skip == 1
+    (call,), _ = gather(parse(["generate", "--from-image", str(image), "-m", str(folder), "--clip-skip", "0"]))
+    assert call.options.clip_skip == 0
+    of_no_model = again(metadata := read_metadata(image))
+    assert "--clip-skip 2" in of_no_model.command
+    assert of_no_model.losses
+    monkeypatch.setenv(VARIABLE, str(folder.parent))
+    of_a_model = again(metadata | {"model": folder.name})
+    assert "--clip-skip 1" in of_a_model.command
+    assert not of_a_model.losses
 
 
 def test_full_size() -> None:

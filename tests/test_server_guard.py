@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,18 @@ def test_settings_of_an_image_are_such_as_a_job_may_have(
     assert (told["settings"], sorted(told["missing"])) == (settings, sorted(missing))
     whole = json.loads(text)
     assert told["metadata"] in (whole, *whole.get("grid", ()))
+
+
+def test_layers_that_another_program_skipped(site: Web) -> None:
+    """SDXL never reads the last one, which A1111 counts."""
+    cards = site.engine.cards
+    image = described("a fox\nSteps: 5, Sampler: Euler, Seed: 1, Clip skip: 2", "parameters")
+    try:
+        for changed, skip in (({}, 1), ({"usual_layer": 2}, 0)):
+            site.engine.cards = tuple(replace(card, **changed) for card in cards)
+            assert site.http.post("/api/inspect", content=image).json()["settings"]["options"]["clip_skip"] == skip
+    finally:
+        site.engine.cards = cards
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,10 @@ def test_a1111_clip_skip_is_kept(site: Web) -> None:
         site.engine.cards = (replace(CARD, clip_skip=0),)
         assert skipped() == 0
         assert choose(2) == 200
+        site.engine.cards = (replace(CARD, usual_layer=2),)  # SDXL, which never reads the last layer
+        assert [skipped(clip_skip=layers) for layers in (1, 2, 4)] == [0, 0, 2]
+        assert [choose(layers) for layers in (13, 14)] == [200, 422]
+        assert choose(2) == 200
         site.engine.cards = (CARD,)
     finally:
         choose(1)

@@ -9,11 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canvax.call import ZERO_SNR, Call
+from canvax.call import ZERO_SNR, Call, Load
+from canvax.cli.loading import model_on_disk
 from canvax.cli.terminal import command_line
 from canvax.errors import InputError
 from canvax.images.infotext import settings_left
 from canvax.images.keys import keys_of, list_in, table_in
+from canvax.models.clip import usual_layer
 from canvax.pipelines.again import CALL, lost_settings, other_hash, settings_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.texts import tags_of
@@ -48,7 +50,9 @@ class Again(NamedTuple):
 
 def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
     """Return the command for the metadata of one image. ``data_dir``: the folder of models, where a flag named it."""
-    settings, tiles = settings_of(metadata), metadata.get("upscale")
+    model = recorded_model(metadata)
+    layer = _layer(metadata, model)
+    settings, tiles = settings_of(metadata, layer=layer or 1), metadata.get("upscale")
     words = ["canvax", "generate"]
     if isinstance(tiles, dict):
         words = ["canvax", "upscale", "IMAGE"]
@@ -57,7 +61,7 @@ def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
         settings = {"prompt_syntax": "plain"} | settings
     prompt, tags = metadata.get("prompt", ""), tags_for_prompt(metadata).values()
     words += _flag("prompt", " ".join([str(prompt or ""), *tags]).lstrip() if tags else prompt)
-    words += _flag("model", recorded_model(metadata) or ("MODEL" if is_lost(metadata) else None))
+    words += _flag("model", model or ("MODEL" if is_lost(metadata) else None))
     for name in OF_MODEL:
         words += _flag(name, recorded_part(metadata, name))
     words += ["--zero-snr"] * (metadata.get("scheduler") == ZERO_SNR)
@@ -72,8 +76,20 @@ def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
     words += [*_adapters(metadata)]
     words += _flag("data_dir", data_dir if data_dir and _is_in_folder(words) else None)
     clauses = [*losses(metadata), *vae_lost(metadata), *_image_prompts_lost(metadata)]
-    clauses += other_file(metadata, recorded_model(metadata))
+    clauses += other_file(metadata, model)
+    if layer is None:
+        clauses.append("its --clip-skip is one less for SDXL, which does not read the last layer")
     return Again(command_line(words), clauses)
+
+
+def _layer(metadata: Mapping[str, Any], model: Any) -> int | None:
+    """Return the ``usual_layer`` of a model, if a setting of another program depends on it; None if it is not here."""
+    if "canvax" in metadata or "clip_skip" not in table_in(metadata, "options"):
+        return 1
+    with suppress(InputError):  # loading refuses it
+        if model and (found := model_on_disk(Load(model=model))):
+            return usual_layer(found.text)
+    return None
 
 
 def losses(metadata: Mapping[str, Any]) -> Iterator[str]:

@@ -18,14 +18,12 @@ from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import check_table, gather, in_usual_syntax, shared, sized
-from canvax.cli.loading import files_of, load_with, overrides_of
+from canvax.cli.loading import load_with, model_on_disk, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import (
     CanvaxError,
-    CheckpointError,
     HintWarning,
-    HubError,
     InputError,
     conflict,
     needs,
@@ -203,7 +201,6 @@ def check_batch_size(size: int | None) -> None:
 
 def check_against_model(calls: Sequence[Call], load: Load) -> None:
     """Check what depends on the model, if its files are on disk. No weights are read."""
-    from canvax.families.read import read_model
     from canvax.pipelines.checks import check_precision
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.weights.cast import parse_dtype
@@ -214,11 +211,8 @@ def check_against_model(calls: Sequence[Call], load: Load) -> None:
     if any(call.control for call in calls) and not load.controlnet:
         raise needs("control", "controlnet", cure="it is the network that reads the image")
     overrides_of(load)
-    try:
-        files = files_of(dataclasses.replace(load, local_files_only=True))
-    except (CheckpointError, HubError):
-        return  # the model is not on disk, or there is none: loading reports it
-    model = read_model(files, "float32")
+    if (model := model_on_disk(load)) is None:
+        return  # loading reports it
     sized(calls, model)
     for call, *_ in grouped(calls, shared):
         default = call.options.listed_steps or model.defaults.num_inference_steps

@@ -27,13 +27,13 @@ from canvax.cli.again import (
     tags_for_prompt,
     vae_lost,
 )
-from canvax.cli.loading import check_ip_adapters, load_of
+from canvax.cli.loading import check_ip_adapters, load_of, model_on_disk
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.inputs import fingerprint, read_images
-from canvax.models.clip import clip_configs
+from canvax.models.clip import clip_configs, usual_layer
 from canvax.noise import check_seed, image_seeds
-from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of
+from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of, skipped
 from canvax.pipelines.checks import FITS_ALL, SIZE_STEP, check_prompts, check_size
 from canvax.pipelines.control import size_of
 from canvax.pipelines.options import Options
@@ -317,7 +317,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}
     if "canvax" in metadata and metadata.get("scheduler") == ZERO_SNR:
         parts["scheduler"] = ZERO_SNR
-    return settings, load_of(arguments, model=model or "emoji", **parts)
+    load = load_of(arguments, model=model or "emoji", **parts)
+    if "clip_skip" in settings and "canvax" not in metadata and (here := model_on_disk(load)):
+        settings["clip_skip"] = skipped(metadata, usual_layer(here.text))
+    return settings, load
 
 
 def _lora_name(text: str) -> str:

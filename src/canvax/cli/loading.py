@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import DEVICES, LOCATION, MODEL, PARTS, PROMPTS, Load, LoadFlags
-from canvax.errors import needs
+from canvax.errors import CheckpointError, HubError, needs
 from canvax.settings import add_flags, declared
 
 if TYPE_CHECKING:
+    from canvax.families.base import Model
     from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.files import ModelFiles
     from canvax.weights.location import Location
@@ -114,6 +116,20 @@ def files_of(load: Load) -> ModelFiles:
     overrides = completed(overrides_of(load), origin := Location(load.model, **source))
     files = open_files(origin, accept=family_of, prediction=overrides.prediction, given=overrides.parts)
     return overrides.apply(files, **source)
+
+
+def model_on_disk(load: Load) -> Model | None:
+    """Return a model whose weights are not read; None if its files are not on disk, or there is none.
+
+    Raises:
+        InputError: a config or an argument is refused.
+    """
+    from canvax.families.read import read_model
+
+    try:
+        return read_model(files_of(dataclasses.replace(load, local_files_only=True)), "float32")
+    except (CheckpointError, HubError):
+        return None
 
 
 def _hub(load: Load) -> dict[str, Any]:

@@ -205,8 +205,8 @@ class _Graph:
             if any(value not in (None, read[side]) for side, value in sizes) or any(crops):
                 other[f"{label}, sizes"] = "are not read"
         layers = (self._value(each, "stop_at_clip_layer") for each in self._chain(node, "clip"))
-        layer = next((layer for layer in layers if layer is not None), -1 - is_sdxl)
-        skip = -layer - 1 - is_sdxl if isinstance(layer, int) else 0  # SDXL reads the last layer but one anyway
+        layer = next((layer for layer in layers if layer is not None), -1)
+        skip = -layer - 1 if isinstance(layer, int) else 0
         if name == "prompt" and skip > 0:
             options["clip_skip"] = skip
         elif skip != options.get("clip_skip", 0):

@@ -259,6 +259,11 @@ def clip_configs(text: TextEncoders) -> dict[str, ClipTextConfig]:
     return {encoder.component: encoder.cfg for encoder in text.encoders if isinstance(encoder, ClipEncoder)}
 
 
+def usual_layer(text: TextEncoders) -> int:
+    """Return the layer that the model reads without ``clip_skip``, counted from the end as A1111 and ComfyUI count."""
+    return 2 if any(isinstance(encoder, ClipEncoder) and encoder.early for encoder in text.encoders) else 1
+
+
 def most_skipped(text: TextEncoders) -> int:
     """Return the largest ``clip_skip``; 0 without CLIP encoders."""
     return min((cfg.num_hidden_layers - 1 for cfg in clip_configs(text).values()), default=0)

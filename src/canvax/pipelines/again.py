@@ -65,15 +65,26 @@ def recorded(image: Any) -> tuple[dict[str, Any], str]:
     return metadata, where
 
 
-def settings_of(metadata: Mapping[str, Any], but: Collection[str] = ()) -> dict[str, Any]:
+def skipped(metadata: Mapping[str, Any], layer: int) -> Any:
+    """Return the ``clip_skip`` of an image for a model, whose ``usual_layer`` is ``layer``.
+
+    Other programs count from the last layer, which SDXL does not read: their "Clip skip: 2" leaves out nothing there.
+    """
+    skip = table_in(metadata, "options").get("clip_skip")
+    return max(skip + 1 - layer, 0) if isinstance(skip, int) and "canvax" not in metadata else skip
+
+
+def settings_of(metadata: Mapping[str, Any], but: Collection[str] = (), layer: int = 1) -> dict[str, Any]:
     """Return the arguments and options of the call, by name, without those that are lost.
 
     Args:
         metadata: of one image.
         but: further names to leave out.
+        layer: the ``usual_layer`` of the model that will draw it.
     """
     options = table_in(metadata, "options")
     settings = {name: metadata.get(name) for name in CALL} | {name: options.get(name) for name in declared(Options)}
+    settings["clip_skip"] = skipped(metadata, layer)
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         settings["negative_prompt"] = settings["negative_prompt"] or None
     left = {*lost_settings(metadata), *but}

@@ -25,6 +25,7 @@ from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Family, Model
 from canvax.families.read import check_scheduler
 from canvax.models.beside import ADAPTERS
+from canvax.models.clip import usual_layer
 from canvax.models.denoiser import Denoiser, DenoiserWrapper
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions
@@ -435,7 +436,8 @@ class Pipeline(LoadedModel):
         changed, enlarges = decided(changes), "upscale" in metadata
         for clause in past.not_repeated(metadata, changed):
             warn(HintWarning(f"{where}: {clause}"))
-        keywords = {**past.settings_of(metadata, changed), **past.settings_of_tiles(metadata), **changes}
+        settings = past.settings_of(metadata, changed, usual_layer(self.model.text))
+        keywords = {**settings, **past.settings_of_tiles(metadata), **changes}
         keywords = {name: value for name, value in keywords.items() if value is not None or name in changes}
         weights = None if "adapters" in changed else past.weights_of(metadata, self.adapters, where)
         with self._changing, nullcontext() if weights is None else self.adapters._weighed(weights):

@@ -436,8 +436,9 @@ class _Session:
                 raise Rejected(404, "vae_not_found", message, param="sd_vae")
             kept["sd_vae"] = vae
         if (layers := body.CLIP_stop_at_last_layers) not in (None, kept.get(_CLIP_SKIP, 1)):
-            if layers > (most := self.card(client).clip_skip) + 1:
-                raise _refused(_CLIP_SKIP, f"{layers} is not in 1..{most + 1}, the layers of {self.card(client).id}")
+            card = self.card(client)
+            if layers > (most := card.clip_skip + card.usual_layer):
+                raise _refused(_CLIP_SKIP, f"{layers} is not in 1..{most}, the layers of {card.id}")
             kept[_CLIP_SKIP] = layers
         return json_answer({})
 
@@ -834,8 +835,8 @@ def _clip_skip(body: TextToImage, card: ModelCard, kept: Mapping[str, Any]) -> I
     layers = (body.override_settings or {}).get(_CLIP_SKIP, usual)
     if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 0):
         raise _refused("override_settings", f"{_CLIP_SKIP}={layers!r:.80} is not a whole number from 0 on, such as 2")
-    if layers is not None and layers > 1:
-        yield "clip_skip", layers - 1  # there, 1 is the last layer
+    if layers is not None and layers > card.usual_layer:
+        yield "clip_skip", layers - card.usual_layer  # there, 1 is the last layer
 
 
 def _not_applied(settings: Mapping[str, Any]) -> list[str]:
@@ -1001,7 +1002,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "infotexts": [to_infotext(picture.metadata) for picture in pictures],
         "styles": [],
         "job_timestamp": time.strftime("%Y%m%d%H%M%S", time.localtime(job.created)),
-        "clip_skip": job_request.options.get("clip_skip", 0) + 1,
+        "clip_skip": job_request.options.get("clip_skip", 0) + card.usual_layer,
         "is_using_inpainting_conditioning": False,
         "version": f"canvax {__version__}",
         **({"hints": hints} if hints else {}),

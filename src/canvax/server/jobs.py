@@ -442,6 +442,7 @@ class ModelCard:
         negative_prompt: the model reads a negative prompt with guidance.
         prompt_weights: the model reads weights of words, in a syntax other than plain text.
         clip_skip: most layers of its text encoder that can be skipped.
+        usual_layer: the layer that it reads without ``clip_skip``, as A1111 counts: 2 for SDXL.
         references: most images that it can edit at once; 0 if it does not edit.
         samplers: names of samplers that it can use; None for all.
         created: unix seconds.
@@ -481,6 +482,7 @@ class ModelCard:
     negative_prompt: bool = True
     prompt_weights: bool = True
     clip_skip: int = 0
+    usual_layer: int = 1
     references: int = 0
     samplers: tuple[str, ...] | None = None
     vae: str = ""

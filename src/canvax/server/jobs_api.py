@@ -24,7 +24,7 @@ from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import UnreadError, metadata_in, prompt_in
 from canvax.models.denoiser import MOST_REFERENCES
-from canvax.pipelines.again import lost_settings, missing_embeddings, other_hash, unknown_settings
+from canvax.pipelines.again import lost_settings, missing_embeddings, other_hash, skipped, unknown_settings
 from canvax.pipelines.control import OPTIONS
 from canvax.samplers import CURVES, SAMPLERS, curve_named, find
 from canvax.server.answers import (
@@ -439,7 +439,11 @@ def _inspected(data: bytes, cards: Sequence[ModelCard]) -> bytes:
         metadata = metadata_in(io.BytesIO(data), Path("the image"))
         job, recorded = as_job(metadata), recorded_in(metadata)
         name = _stem(str(recorded.get("model")))
-        if found := other_hash(recorded, [card.sha256 for card in cards if name in (_stem(card.id), _stem(card.file))]):
+        named = [card for card in cards if name in (_stem(card.id), _stem(card.file))]
+        if "clip_skip" in job["settings"].get("options", {}):
+            layer = min((card.usual_layer for card in named or cards), default=1)
+            job["settings"]["options"]["clip_skip"] = skipped(recorded, layer)
+        if found := other_hash(recorded, [card.sha256 for card in named]):
             job["missing"].append(f"the model file with the {found}")
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
         return json.dumps({**job, "metadata": recorded}).encode()

@@ -28,7 +28,7 @@ from canvax.families.controls import component_name
 from canvax.files import named_path
 from canvax.guidance import PROMPT, Perturbed, reads_negative
 from canvax.models.beside import ADAPTERS
-from canvax.models.clip import clip_configs, most_skipped
+from canvax.models.clip import clip_configs, most_skipped, usual_layer
 from canvax.models.denoiser import MOST_REFERENCES
 from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
@@ -503,6 +503,7 @@ class ServedModel:
             negative_prompt=not networks.unguided,
             prompt_weights=bool(clip_configs(model.text)),
             clip_skip=most_skipped(model.text),
+            usual_layer=usual_layer(model.text),
             references=min(references, facts.most_references) if facts.edits else 0,
             samplers=usable_samplers(model, *sizes[0]),
             vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
