@@ -442,6 +442,12 @@ def test_activations_are_recomputed_where_a_step_does_not_fit(
         assert recomputes() == after
 
 
+def test_without_optax_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(InputError, match=r"\.\[train\]"):
+        train_lora(training(tmp_path / "no model", tmp_path / "no images", tmp_path / "lora"), Lora(), one())
+
+
 def test_folders_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> None:
     """Told before anything compiles."""
     (tmp_path / "file").write_text("")

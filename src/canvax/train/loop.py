@@ -178,12 +178,22 @@ def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
     return plan.learning_rate * rise * (plan.final + (1.0 - plan.final) * 0.5 * (1.0 + jnp.cos(jnp.pi * part)))
 
 
-def _optimizer(plan: Plan, steps: int | Array) -> Any:
-    """Return the plan's optimizer with its learning rate for a run of ``steps``."""
+def require_optax() -> Any:
+    """Return the module of optax.
+
+    Raises:
+        InputError: it is not installed.
+    """
     try:
         import optax
     except ImportError as error:
-        raise InputError("training needs optax: pip install optax") from error
+        raise InputError('training needs optax; install it from canvax\'s folder: pip install ".[train]"') from error
+    return optax
+
+
+def _optimizer(plan: Plan, steps: int | Array) -> Any:
+    """Return the plan's optimizer with its learning rate for a run of ``steps``."""
+    optax = require_optax()
 
     def matrices(params: Params) -> Any:
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)

@@ -68,7 +68,7 @@ from canvax.train.inputs import (
 from canvax.train.kept import Store, fingerprint, in_batches, name_of
 from canvax.train.kohya import facts_of_images
 from canvax.train.log import VALIDATION, Log, TensorBoard, check_board
-from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
+from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer, require_optax
 from canvax.train.objectives import cast, check_trainable
 from canvax.train.pictures import MASK, REFERENCE, SPLITS, PictureFolder, Size, check_apart, open_pictures
 from canvax.train.settings import TAGS, PlanRecord, TrainingRecord
@@ -318,6 +318,7 @@ def train(
     """
     if log is not None:
         check_function("log", log, 3, "(step, values, images)")
+    require_optax()
     target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
