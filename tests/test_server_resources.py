@@ -319,7 +319,7 @@ OVER = {
     "lost": (JobRequest("x"), {}, {}, Status.DONE, True),
     "half of it": (JobRequest("x"), {"fetched": True}, {}, Status.DONE, True),
     "fetched": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.DONE, False),
-    "saved": (JobRequest("x"), {"file": "0.png"}, {"fetched": True}, Status.DONE, False),
+    "saved where its client cannot see it": (JobRequest("x"), {"file": "0.png"}, {"fetched": True}, Status.DONE, True),
     "answered": (JobRequest("x", awaited=True), {}, {}, Status.DONE, False),
     "failed": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.FAILED, True),
     "failure answered": (JobRequest("x", awaited=True), {}, {}, Status.FAILED, False),
