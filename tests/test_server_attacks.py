@@ -226,6 +226,24 @@ def test_a_body_that_says_it_is_too_large(site: Web, api: str) -> None:
         assert b'"' in answer.partition(b"\r\n\r\n")[2]
 
 
+@pytest.mark.parametrize(("key", "status", "client"), [(SECRET, 413, "alice"), ("wrong", 401, "")])
+def test_the_key_is_checked_before_the_size(
+    closed: Web, key: str, status: int, client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So the log has the client of a body that is too large. Without a key nothing of the body is read either."""
+    caplog.set_level("INFO", "canvax.server")
+    head = "POST /api/jobs HTTP/1.1", "Content-Length: 1000000000", "Expect: 100-continue", f"X-Request-Id: of-{key}"
+    answer = closed.raw(request(closed.host, *head, f"Authorization: Bearer {key}"))
+    assert status_of(answer) == status
+    assert b"100 Continue" not in answer
+
+    def lines() -> list[dict[str, Any]]:
+        return [line for line in map(json.loads, caplog.messages) if line.get("id") == f"of-{key}"]
+
+    until(lines)
+    assert [(line["status"], line["client"]) for line in lines()] == [(status, client)]
+
+
 @pytest.mark.parametrize("api", LIMITS)
 def test_a_body_that_does_not_say_that_it_is_too_large(site: Web, api: str) -> None:
     def endless() -> Iterator[bytes]:

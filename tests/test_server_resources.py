@@ -319,7 +319,7 @@ OVER = {
     "lost": (JobRequest("x"), {}, {}, Status.DONE, True),
     "half of it": (JobRequest("x"), {"fetched": True}, {}, Status.DONE, True),
     "fetched": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.DONE, False),
-    "saved": (JobRequest("x"), {"file": "0.png"}, {"fetched": True}, Status.DONE, False),
+    "saved where its client cannot see it": (JobRequest("x"), {"file": "0.png"}, {"fetched": True}, Status.DONE, True),
     "answered": (JobRequest("x", awaited=True), {}, {}, Status.DONE, False),
     "failed": (JobRequest("x"), {"fetched": True}, {"fetched": True}, Status.FAILED, True),
     "failure answered": (JobRequest("x", awaited=True), {}, {}, Status.FAILED, False),
@@ -425,9 +425,9 @@ def test_a_client_that_is_gone_is_logged_as_such(api: str, caplog: pytest.LogCap
             else:
                 assert b" 202 " in connection.recv(4096)
 
-        def statuses() -> list[int]:
+        def told() -> list[tuple[int, str]]:
             lines = [json.loads(line) for line in caplog.messages]
-            return [line["status"] for line in lines if line.get("path") == api]
+            return [(line["status"], line.get("code")) for line in lines if line.get("path") == api]
 
-        until(statuses)
-        assert statuses() == [499 if waits else 202]
+        until(told)
+        assert told() == [(499, "client_gone") if waits else (202, None)]

@@ -213,11 +213,20 @@ class AdapterCache:
             if key.startswith(("ss_", "modelspec.", RECORD)) and len(text) <= _LONGEST
         }
         usual = self._model.scheduler.config
+        splits = ((split_name(array), shape) for array, shape in shapes.items())
+        ranks = [shape[0] for split, shape in splits if split and split.role == "down" and shape]
         return AdapterCard(
             name, shown.get("ss_output_name") or name, path.name, shown, trigger_words(shown),
             suggested(path.stem, shown, unet=self._model.networks.denoiser.component == "unet"),
             {key: value for key, value in trained.items() if usual.get(key) != value},
+            self._too_high(max(ranks, default=1)),
         )  # fmt: skip
+
+    def _too_high(self, rank: int) -> str:
+        """Return why an adapter of this rank cannot be used, and the cure; "" if it can."""
+        cure = f"; start the server with --lora-rank {bucket(rank)}" if rank <= LARGEST else ""
+        fault = f"has a rank of {rank}, and the server takes up to {self.bank.places.rank}{cure}"
+        return fault if rank > self.bank.places.rank else ""
 
     def read(self, name: str) -> Entry:
         """Read an adapter by its name, or by the name that its trainer gave it. No path is made of a name.
@@ -264,9 +273,8 @@ class AdapterCache:
         try:
             packed = self.bank.pack(name, adapter)
         except InputError as fault:  # its cure is a call of Python
-            rank = fault.rank if isinstance(fault, RankTooHigh) else LARGEST + 1
-            cure = f"; start the server with --lora-rank {bucket(rank)}" if rank <= LARGEST else ""
-            raise _refused(f"{name!r:.100} {fault.problem}{cure}") from None
+            problem = self._too_high(fault.rank) if isinstance(fault, RankTooHigh) else fault.problem
+            raise _refused(f"{name!r:.100} {problem}") from None
         return Entry(name, path.name, sha256_of(file), a1111_hash_of(file), trigger_words(adapter.metadata), packed)
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:

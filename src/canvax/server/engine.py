@@ -200,7 +200,7 @@ class ImageEngine:
         return done
 
     def await_fetches(self, seconds: float) -> None:
-        """Wait after ``drain``, at most so many seconds, until clients have fetched the results that no file holds."""
+        """Wait after ``drain``, at most so many seconds, until clients have fetched the results."""
         end = time.monotonic() + seconds
         with self._wake:
             if jobs := self._book.unfetched():

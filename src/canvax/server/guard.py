@@ -147,7 +147,9 @@ class Guard:
             self._load.requests -= counts
             self._load.bytes -= limited.size
             seconds = time.perf_counter() - began
-            status = _CLIENT_GONE if left else status or 500
+            status = status or 500
+            if left:  # the refusal that nobody reads is no error of the server
+                status, state["log"] = _CLIENT_GONE, state.get("log", {}) | {"code": "client_gone"}
             self._metrics.request(self._route(scope["path"]), status, seconds)
             if not self._as_before(scope["path"], status):
                 _write_log(scope, state, status, seconds)
@@ -185,9 +187,6 @@ class Guard:
             raise _wrong_origin("Sec-Fetch-Site", "cross-site")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise Rejected(415, "unsupported_encoding", "bodies are sent as they are, without Content-Encoding")
-        with suppress(ValueError):
-            if int(headers.get("content-length", "0")) > self._limit(path):
-                raise too_large(self._limit(path))
         preflight = scope["method"] == "OPTIONS"  # browsers and SillyTavern send it without a key
         if rules.keys is not None and not (_is_public(scope) or preflight):
             client = rules.keys.client(headers.get("authorization", ""), headers.get("x-api-key", ""))
@@ -196,6 +195,9 @@ class Guard:
                 why = "the API key that was sent is not known here" if sent else "this needs an API key"
                 raise Rejected(401, "invalid_api_key", f"{why}: Authorization: Bearer KEY")
             state["client"] = client
+        with suppress(ValueError):
+            if int(headers.get("content-length", "0")) > self._limit(path):
+                raise too_large(self._limit(path))
 
     def _limit(self, path: str) -> int:
         return self._rules.max_body if self._rules.with_images(path) else LARGEST_QUESTION

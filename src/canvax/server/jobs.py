@@ -314,7 +314,7 @@ class Job:
         """True if the job is over, and its client needs nothing more from the memory of this process."""
         if self.request.awaited or self.status is Status.CANCELLED:
             return True
-        return self.read if self.error else all(picture.fetched or picture.file for picture in self.pictures)
+        return self.read if self.error else all(picture.fetched for picture in self.pictures)
 
     @property
     def looked_at(self) -> bool:
