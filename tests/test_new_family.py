@@ -59,6 +59,7 @@ from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place_all
 from canvax.params import Params, init_params
+from canvax.samplers import NoiseSchedule, SamplerOptions
 from canvax.train import low_rank
 from canvax.types import Array
 from canvax.weights.files import ModelFiles
@@ -300,6 +301,43 @@ def test_a_scheduler_with_a_class_of_its_own(gained: Callable[..., canvax.Pipeli
     for changes in ({"classes": classes}, {"scheduler": own_times}):
         with pytest.raises(canvax.CheckpointError):
             gained(**changes)
+
+
+def bent(config: Any, files: ModelFiles | None = None) -> canvax.extend.Scheduler:
+    schedule = NoiseSchedule(np.linspace(0.999, 0.001, 100) ** config["bend"], "v_prediction")
+    spec, _ = canvax.samplers.find("Heun")
+    return canvax.extend.Scheduler(schedule, spec, SamplerOptions(spacing="trailing"), config)
+
+
+def test_samplers_beside_a_scheduler_with_a_class_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have its noise levels and the fields of its config that diffusers has; ``save`` writes all fields."""
+    monkeypatch.setattr(known, "_registered", {})
+    classes = {**GAINED.classes, "scheduler": ("BentScheduler",)}
+    family = canvax.extend.register(dataclasses.replace(GAINED, scheduler=bent, classes=classes))
+    fields = {"bend": 2.5, "beta_schedule": "bent", "prediction_type": "bent", "timestep_spacing": "leading"}
+    scheduler = bent({"_class_name": "BentScheduler", **fields})
+    networks = Networks(Gained(), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    params = {name: init_params(spec, 0) for name, spec in networks.specs().items()}
+    made = canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]))
+    assert not saved(made, tmp_path / "made")
+    assert json.loads((config := tmp_path / "made/scheduler/scheduler_config.json").read_text()) == scheduler.config
+    config.write_text(json.dumps(fields))  # the index has the class
+    loaded = canvax.load(tmp_path / "made", mesh=made.mesh)
+    assert loaded.model.scheduler.config == scheduler.config
+    np.testing.assert_array_equal(loaded.model.scheduler.schedule.alphas_cumprod, scheduler.schedule.alphas_cumprod)
+    stock = canvax.extend.from_scheduler_config({"_class_name": "DDIMScheduler", "timestep_spacing": "leading"})
+    stock = dataclasses.replace(stock, schedule=scheduler.schedule)
+    for sampler in ("DPM++ 2M Karras", "Euler", "DDIM", "LCM", "DPMSolverMultistepScheduler"):
+        got, want = (canvax.samplers.build_table(of, 4, sampler=sampler) for of in (loaded.model.scheduler, stock))
+        np.testing.assert_array_equal(got.M, want.M)
+        np.testing.assert_array_equal(got.timestep, want.timestep)
+    with refused("config"):
+        dataclasses.replace(scheduler, config=fields)
+    limited = dataclasses.replace(scheduler, config=scheduler.config | {"thresholding": True})
+    with pytest.raises(canvax.InputError, match="thresholding"):
+        canvax.samplers.build_table(limited, 4, sampler="DDIM")
 
 
 def test_a_folder_with_another_prediction_than_the_networks(gained: Callable[..., canvax.Pipeline]) -> None:
