@@ -213,6 +213,7 @@ def test_the_scheduler_of_the_page(toy: tuple[canvax.Pipeline, Path], monkeypatc
     scheduler = loaded.model.scheduler
     table = build_table(scheduler, 4)
     np.testing.assert_array_equal(table.timestep, [999, 749, 499, 249])
+    assert scheduler.schedule.prediction_type == "v_prediction"
     np.testing.assert_allclose(scheduler.schedule.alphas_cumprod[[0, -1]], [0.999**2, 0.001**2])
     np.testing.assert_allclose(table.M, build_table(scheduler, 4, sampler="DDIM", spacing="trailing").M, atol=1e-12)
     assert loaded("a fox", seed=1, progress=False).metadata[0]["sampler_label"] == "my_ddim"

@@ -267,6 +267,42 @@ def test_values_that_a_folder_cannot_hold_are_in_warnings(tmp_path: Path, monkey
     assert "mlp.config.gain" in warning
 
 
+@dataclass(frozen=True)
+class SideConfig(Config):
+    """The side of a square, which only one of two autoencoders has."""
+
+    side: int = 2
+
+
+@dataclass(frozen=True)
+class Sided(Squares):
+    """The same autoencoder with a config."""
+
+    config: SideConfig = SideConfig()
+
+
+def read_sided(files: ModelFiles, kind: type[SideConfig]) -> Networks:
+    sided = files.components["vae"] == "Sided"
+    return dataclasses.replace(read_gained(files), vae=Sided(parsed(kind, files, "vae")) if sided else Squares())
+
+
+def test_a_component_of_several_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ``CLASS`` is saved; without it the first, and the warning has the cure."""
+    monkeypatch.setattr(known, "_registered", {})
+
+    class Named(SideConfig):
+        CLASS = "Sided"
+
+    classes = {**GAINED.classes, "vae": ("Squares", "Sided")}
+    for kind, is_named in ((Named, True), (SideConfig, False)):
+        family = dataclasses.replace(GAINED, read=partial(read_sided, kind=kind), classes=classes)
+        text = TextEncoders((Letters("text_encoder", (5,)),))
+        pipe = pipeline_of(Networks(Gained(), Sided(kind(3)), text), canvax.extend.register(family))
+        warned = saved(pipe, tmp_path / kind.__name__)
+        assert not warned if is_named else "CLASS" in warned[0]
+        assert (canvax.load(tmp_path / kind.__name__, mesh=pipe.mesh).model.vae == Sided(kind(3))) is is_named
+
+
 def own_times(config: Any, files: ModelFiles) -> canvax.extend.Scheduler:
     fields = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": config["bend"]}
     return canvax.extend.from_scheduler_config(fields)
@@ -309,9 +345,7 @@ def bent(config: Any, files: ModelFiles | None = None) -> canvax.extend.Schedule
     return canvax.extend.Scheduler(schedule, spec, SamplerOptions(spacing="trailing"), config)
 
 
-def test_samplers_beside_a_scheduler_with_a_class_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samplers_beside_a_scheduler_with_a_class_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have its noise levels and the fields of its config that diffusers has; ``save`` writes all fields."""
     monkeypatch.setattr(known, "_registered", {})
     classes = {**GAINED.classes, "scheduler": ("BentScheduler",)}
