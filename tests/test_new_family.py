@@ -60,6 +60,8 @@ from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place_all
 from canvax.params import Params, init_params
 from canvax.samplers import NoiseSchedule, SamplerOptions
+from canvax.server.jobs import JobRequest, Rejected
+from canvax.server.work import check
 from canvax.train import low_rank
 from canvax.types import Array
 from canvax.weights.files import ModelFiles
@@ -356,8 +358,9 @@ def test_samplers_beside_a_scheduler_with_a_class_of_its_own(tmp_path: Path, mon
     params = {name: init_params(spec, 0) for name, spec in networks.specs().items()}
     made = canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]))
     assert not saved(made, tmp_path / "made")
-    assert json.loads((config := tmp_path / "made/scheduler/scheduler_config.json").read_text()) == scheduler.config
-    config.write_text(json.dumps(fields))  # the index has the class
+    config = tmp_path / "made/scheduler/scheduler_config.json"
+    assert json.loads(config.read_text("utf-8")) == scheduler.config
+    config.write_text(json.dumps(fields), "utf-8")  # the index has the class
     loaded = canvax.load(tmp_path / "made", mesh=made.mesh)
     assert loaded.model.scheduler.config == scheduler.config
     np.testing.assert_array_equal(loaded.model.scheduler.schedule.alphas_cumprod, scheduler.schedule.alphas_cumprod)
@@ -372,6 +375,29 @@ def test_samplers_beside_a_scheduler_with_a_class_of_its_own(tmp_path: Path, mon
     limited = dataclasses.replace(scheduler, config=scheduler.config | {"thresholding": True})
     with pytest.raises(canvax.InputError, match="thresholding"):
         canvax.samplers.build_table(limited, 4, sampler="DDIM")
+
+
+def test_the_name_of_a_default_sampler_of_ones_own(pipe: canvax.Pipeline) -> None:
+    """A call and a job take it, and an image of it is repeated without a warning; other models refuse it."""
+    heun = dataclasses.replace(canvax.samplers.find("Heun")[0], name="shuttle", label="Shuttle")
+    scheduler = dataclasses.replace(pipe.model.scheduler, spec=heun)
+    made = canvax.pipeline_of(NETWORKS, pipe.params, scheduler, family=FAMILY, mesh=pipe.mesh)
+    want = draw(made)
+    assert np.abs(want.pixels - draw(pipe).pixels).max() > 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", canvax.HintWarning)
+        for got in (draw(made, sampler="Shuttle"), draw(made, sampler="shuttle"), made.again(want.metadata[0])):
+            np.testing.assert_array_equal(got.pixels, want.pixels)
+            assert got.metadata[0]["sampler_label"] == "Shuttle"
+    job = JobRequest("a fox", seed=1, sampler="Shuttle")
+    assert check(job, "mlp", made.model).stages[0].rows == len(canvax.samplers.build_table(scheduler, 4))
+    for model, name in ((made.model, "Shuttl"), (pipe.model, "Shuttle")):
+        with pytest.raises(Rejected):
+            check(dataclasses.replace(job, sampler=name), "mlp", model)
+        with refused("sampler"):
+            draw(dataclasses.replace(made, model=model), sampler=name)
+    euler = dataclasses.replace(heun, name="euler", label="Euler")
+    assert not dataclasses.replace(scheduler, spec=euler).has_sampler("Euler")
 
 
 def test_a_folder_with_another_prediction_than_the_networks(gained: Callable[..., canvax.Pipeline]) -> None:

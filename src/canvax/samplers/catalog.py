@@ -49,6 +49,10 @@ class Scheduler:
             cure = "give {'_class_name': 'MyScheduler'} and the fields of its file"
             raise InputError("config", "has no _class_name of the scheduler", cure=cure, value=self.config)
 
+    def has_sampler(self, name: Any) -> bool:
+        """Check if a name is of the default sampler, and of none in the catalogue."""
+        return name in self.spec.spellings and all(self.spec.name != spec.name for spec in SAMPLERS)
+
     def trained_with(self, changes: Mapping[str, Any]) -> Scheduler:
         """Return the scheduler with other fields of its config; what they do not change stays as the family made it.
 
