@@ -53,7 +53,7 @@ from canvax.models.denoiser import (
 )
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import Conditions, TextEncoders
+from canvax.models.text import Conditions, TextEncoder, TextEncoders
 from canvax.nn import linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
@@ -149,6 +149,28 @@ def test_networks_that_cannot_be_one_model() -> None:
             dataclasses.replace(NETWORKS, text=TextEncoders(encoders))
     with refused("prediction"):
         dataclasses.replace(NETWORKS, prediction="velocity")
+
+
+def test_encoders_in_a_list_are_those_in_a_tuple() -> None:
+    encoders: Any = [*NETWORKS.text.encoders]
+    text = OneAfterAnother(encoders)
+    assert (text, hash(text)) == (NETWORKS.text, hash(NETWORKS.text))
+
+
+def test_the_error_of_a_missing_part_has_its_name() -> None:
+    @dataclass(frozen=True)
+    class Empty(TextEncoder):
+        component: str = "empty"
+        lengths: tuple[int, ...] = (5,)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "spec": lambda: Empty().spec,
+        "outputs": lambda: Empty().outputs(5, np.float32),
+        "encode": lambda: Empty().encode({}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"Empty.*{name}"):
+            call()
 
 
 class WiderText(Letters):
