@@ -50,9 +50,8 @@ def _scheduler_config(family: Family, files: ModelFiles) -> dict[str, Any]:
     known = {*KNOWN_CLASSES, *family.classes.get("scheduler", ())}
     if name not in known:
         raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(known))}")
-    class_name = str(config.get("_class_name", name)).removeprefix("Flax")
-    replaced = class_name in KNOWN_CLASSES and class_name != name
-    return {**config, "_class_name": name} if replaced else {"_class_name": name, **config}
+    class_name = str(config.get("_class_name", "")).removeprefix("Flax")
+    return {**config, "_class_name": name} if class_name in {"", *KNOWN_CLASSES} - {name} else config
 
 
 def read_networks(files: ModelFiles) -> Networks:
