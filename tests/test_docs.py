@@ -123,7 +123,7 @@ def test_the_solver_of_the_page_is_ddim() -> None:
 
 def test_the_page_of_a_new_family() -> None:
     """It shows the whole example, and the blocks after it run; the network of the toy model takes 25 public lines."""
-    *shown, toy, packed, _, _ = blocks(ROOT / "docs" / "new-family.md")
+    *shown, toy, packed, _, _, _ = blocks(ROOT / "docs" / "new-family.md")
     example = (ROOT / "examples" / "new_family.py").read_text("utf-8")
     code = [line for block in shown for line in block.splitlines() if line]
     assert code == [line for line in example.splitlines()[1:] if line]
@@ -152,7 +152,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[canvax.Pipelin
     (entries,) = re.findall(r"^```toml\n\[project\.entry-points\.(.*?)^```", page.read_text("utf-8"), re.M | re.S)
     (site / "toy-1.dist-info/entry_points.txt").write_text("[" + entries.replace('"', ""), "utf-8")
     (site / "toy-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n", "utf-8")
-    code = (ROOT / "examples" / "new_family.py").read_text("utf-8") + "".join(blocks(page)[-2:])
+    code = (ROOT / "examples" / "new_family.py").read_text("utf-8") + "".join(blocks(page)[-3:])
     (site / "toy_canvax.py").write_text(code, "utf-8")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -197,6 +197,26 @@ def test_the_family_of_the_page_is_loaded(toy: tuple[canvax.Pipeline, Path], mon
     assert main(["generate", "a fox", "-m", "toy", "--seed", "1", "-o", "fox.png", "-q"]) == 0
     got = np.asarray(Image.open(folder.parent / "fox.png"), np.float32)
     np.testing.assert_allclose(got / 255, want[0], atol=0.01)
+
+
+def test_the_scheduler_of_the_page(toy: tuple[canvax.Pipeline, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its default sampler is the solver of another page; the network reads indices of its noise levels."""
+    made, folder = toy
+    module = sys.modules["toy_canvax"]
+    exec(blocks(ROOT / "docs" / "samplers.md")[-1].partition("result =")[0], vars(module))
+    classes = {**module.CLASSES, "scheduler": ("ToyScheduler",)}
+    known.register(dataclasses.replace(module.TOY, scheduler=module.noise, classes=classes))
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    (folder / "model_index.json").write_text(json.dumps(index | {"scheduler": ["toy", "ToyScheduler"]}), "utf-8")
+    (folder / "scheduler/scheduler_config.json").write_text('{"power": 2}', "utf-8")
+    loaded = canvax.load(folder, mesh=made.mesh)
+    scheduler = loaded.model.scheduler
+    table = build_table(scheduler, 4)
+    np.testing.assert_array_equal(table.timestep, [999, 749, 499, 249])
+    assert scheduler.schedule.prediction_type == "v_prediction"
+    np.testing.assert_allclose(scheduler.schedule.alphas_cumprod[[0, -1]], [0.999**2, 0.001**2])
+    np.testing.assert_allclose(table.M, build_table(scheduler, 4, sampler="DDIM", spacing="trailing").M, atol=1e-12)
+    assert loaded("a fox", seed=1, progress=False).metadata[0]["sampler_label"] == "my_ddim"
 
 
 def test_clip_and_an_autoencoder_of_the_package(

@@ -53,12 +53,15 @@ from canvax.models.denoiser import (
 )
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import Conditions, TextEncoders
+from canvax.models.text import Conditions, TextEncoder, TextEncoders
 from canvax.nn import linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place_all
 from canvax.params import Params, init_params
+from canvax.samplers import NoiseSchedule, SamplerOptions
+from canvax.server.jobs import JobRequest, Rejected
+from canvax.server.work import check
 from canvax.train import low_rank
 from canvax.types import Array
 from canvax.weights.files import ModelFiles
@@ -146,6 +149,28 @@ def test_networks_that_cannot_be_one_model() -> None:
             dataclasses.replace(NETWORKS, text=TextEncoders(encoders))
     with refused("prediction"):
         dataclasses.replace(NETWORKS, prediction="velocity")
+
+
+def test_encoders_in_a_list_are_those_in_a_tuple() -> None:
+    encoders: Any = [*NETWORKS.text.encoders]
+    text = OneAfterAnother(encoders)
+    assert (text, hash(text)) == (NETWORKS.text, hash(NETWORKS.text))
+
+
+def test_the_error_of_a_missing_part_has_its_name() -> None:
+    @dataclass(frozen=True)
+    class Empty(TextEncoder):
+        component: str = "empty"
+        lengths: tuple[int, ...] = (5,)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "spec": lambda: Empty().spec,
+        "outputs": lambda: Empty().outputs(5, np.float32),
+        "encode": lambda: Empty().encode({}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"Empty.*{name}"):
+            call()
 
 
 class WiderText(Letters):
@@ -266,6 +291,42 @@ def test_values_that_a_folder_cannot_hold_are_in_warnings(tmp_path: Path, monkey
     assert "mlp.config.gain" in warning
 
 
+@dataclass(frozen=True)
+class SideConfig(Config):
+    """The side of a square, which only one of two autoencoders has."""
+
+    side: int = 2
+
+
+@dataclass(frozen=True)
+class Sided(Squares):
+    """The same autoencoder with a config."""
+
+    config: SideConfig = SideConfig()
+
+
+def read_sided(files: ModelFiles, kind: type[SideConfig]) -> Networks:
+    sided = files.components["vae"] == "Sided"
+    return dataclasses.replace(read_gained(files), vae=Sided(parsed(kind, files, "vae")) if sided else Squares())
+
+
+def test_a_component_of_several_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ``CLASS`` is saved; without it the first, and the warning has the cure."""
+    monkeypatch.setattr(known, "_registered", {})
+
+    class Named(SideConfig):
+        CLASS = "Sided"
+
+    classes = {**GAINED.classes, "vae": ("Squares", "Sided")}
+    for kind, is_named in ((Named, True), (SideConfig, False)):
+        family = dataclasses.replace(GAINED, read=partial(read_sided, kind=kind), classes=classes)
+        text = TextEncoders((Letters("text_encoder", (5,)),))
+        pipe = pipeline_of(Networks(Gained(), Sided(kind(3)), text), canvax.extend.register(family))
+        warned = saved(pipe, tmp_path / kind.__name__)
+        assert not warned if is_named else "CLASS" in warned[0]
+        assert (canvax.load(tmp_path / kind.__name__, mesh=pipe.mesh).model.vae == Sided(kind(3))) is is_named
+
+
 def own_times(config: Any, files: ModelFiles) -> canvax.extend.Scheduler:
     fields = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": config["bend"]}
     return canvax.extend.from_scheduler_config(fields)
@@ -300,6 +361,65 @@ def test_a_scheduler_with_a_class_of_its_own(gained: Callable[..., canvax.Pipeli
     for changes in ({"classes": classes}, {"scheduler": own_times}):
         with pytest.raises(canvax.CheckpointError):
             gained(**changes)
+
+
+def bent(config: Any, files: ModelFiles | None = None) -> canvax.extend.Scheduler:
+    schedule = NoiseSchedule(np.linspace(0.999, 0.001, 100) ** config["bend"], "v_prediction")
+    spec, _ = canvax.samplers.find("Heun")
+    return canvax.extend.Scheduler(schedule, spec, SamplerOptions(spacing="trailing"), config)
+
+
+def test_samplers_beside_a_scheduler_with_a_class_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have its noise levels and the fields of its config that diffusers has; ``save`` writes all fields."""
+    monkeypatch.setattr(known, "_registered", {})
+    classes = {**GAINED.classes, "scheduler": ("BentScheduler",)}
+    family = canvax.extend.register(dataclasses.replace(GAINED, scheduler=bent, classes=classes))
+    fields = {"bend": 2.5, "beta_schedule": "bent", "prediction_type": "bent", "timestep_spacing": "leading"}
+    scheduler = bent({"_class_name": "BentScheduler", **fields})
+    networks = Networks(Gained(), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    params = {name: init_params(spec, 0) for name, spec in networks.specs().items()}
+    made = canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]))
+    assert not saved(made, tmp_path / "made")
+    config = tmp_path / "made/scheduler/scheduler_config.json"
+    assert json.loads(config.read_text("utf-8")) == scheduler.config
+    config.write_text(json.dumps(fields), "utf-8")  # the index has the class
+    loaded = canvax.load(tmp_path / "made", mesh=made.mesh)
+    assert loaded.model.scheduler.config == scheduler.config
+    np.testing.assert_array_equal(loaded.model.scheduler.schedule.alphas_cumprod, scheduler.schedule.alphas_cumprod)
+    stock = canvax.extend.from_scheduler_config({"_class_name": "DDIMScheduler", "timestep_spacing": "leading"})
+    stock = dataclasses.replace(stock, schedule=scheduler.schedule)
+    for sampler in ("DPM++ 2M Karras", "Euler", "DDIM", "LCM", "DPMSolverMultistepScheduler"):
+        got, want = (canvax.samplers.build_table(of, 4, sampler=sampler) for of in (loaded.model.scheduler, stock))
+        np.testing.assert_array_equal(got.M, want.M)
+        np.testing.assert_array_equal(got.timestep, want.timestep)
+    with refused("config"):
+        dataclasses.replace(scheduler, config=fields)
+    limited = dataclasses.replace(scheduler, config=scheduler.config | {"thresholding": True})
+    with pytest.raises(canvax.InputError, match="thresholding"):
+        canvax.samplers.build_table(limited, 4, sampler="DDIM")
+
+
+def test_the_name_of_a_default_sampler_of_ones_own(pipe: canvax.Pipeline) -> None:
+    """A call and a job take it, and an image of it is repeated without a warning; other models refuse it."""
+    heun = dataclasses.replace(canvax.samplers.find("Heun")[0], name="shuttle", label="Shuttle")
+    scheduler = dataclasses.replace(pipe.model.scheduler, spec=heun)
+    made = canvax.pipeline_of(NETWORKS, pipe.params, scheduler, family=FAMILY, mesh=pipe.mesh)
+    want = draw(made)
+    assert np.abs(want.pixels - draw(pipe).pixels).max() > 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", canvax.HintWarning)
+        for got in (draw(made, sampler="Shuttle"), draw(made, sampler="shuttle"), made.again(want.metadata[0])):
+            np.testing.assert_array_equal(got.pixels, want.pixels)
+            assert got.metadata[0]["sampler_label"] == "Shuttle"
+    job = JobRequest("a fox", seed=1, sampler="Shuttle")
+    assert check(job, "mlp", made.model).stages[0].rows == len(canvax.samplers.build_table(scheduler, 4))
+    for model, name in ((made.model, "Shuttl"), (pipe.model, "Shuttle")):
+        with pytest.raises(Rejected):
+            check(dataclasses.replace(job, sampler=name), "mlp", model)
+        with refused("sampler"):
+            draw(dataclasses.replace(made, model=model), sampler=name)
+    euler = dataclasses.replace(heun, name="euler", label="Euler")
+    assert not dataclasses.replace(scheduler, spec=euler).has_sampler("Euler")
 
 
 def test_a_folder_with_another_prediction_than_the_networks(gained: Callable[..., canvax.Pipeline]) -> None:

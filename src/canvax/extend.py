@@ -14,7 +14,7 @@ from canvax.models.denoiser import COLUMNS, Denoiser, DenoiserWrapper, Extras, F
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
 from canvax.params import Axis, Param, Params, Spec, init_params
-from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
+from canvax.samplers import NoiseSchedule, SamplerOptions, SamplerSpec, Scheduler, from_scheduler_config
 from canvax.types import Array
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import load_params
@@ -46,6 +46,8 @@ __all__ = [
     "Params",
     "Row",
     "Rule",
+    "SamplerOptions",
+    "SamplerSpec",
     "Scheduler",
     "Shapes",
     "SizeConditions",

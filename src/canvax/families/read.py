@@ -50,8 +50,8 @@ def _scheduler_config(family: Family, files: ModelFiles) -> dict[str, Any]:
     known = {*KNOWN_CLASSES, *family.classes.get("scheduler", ())}
     if name not in known:
         raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(known))}")
-    class_name = str(config.get("_class_name")).removeprefix("Flax")
-    return {**config, "_class_name": name} if class_name in KNOWN_CLASSES and class_name != name else config
+    class_name = str(config.get("_class_name", "")).removeprefix("Flax")
+    return {**config, "_class_name": name} if class_name in {"", *KNOWN_CLASSES} - {name} else config
 
 
 def read_networks(files: ModelFiles) -> Networks:
@@ -157,14 +157,17 @@ def unsaved(model: Model, folder: str | Path) -> list[str]:
         entry = f", and {json.dumps(entries)[1:-1]} into its model_index.json" if entries else ""
         lost = [f"the tokenizer of {', '.join(each.component for each in absent)} is not saved; put its files into "
                 f"{', '.join(map(repr, entries)) or 'the folder'}{entry}"]  # fmt: skip
+    made = {name: files.configs[name] for name in files.configs.keys() - model.files.configs}
+    several = [name for name in made if len(family.classes.get(name, ())) > 1 and "_class_name" not in made[name]]
+    of_class = f"; {several[0]} has the first class of its family: set CLASS of its Config" if several else ""
     try:
         networks = _networks(family, files)
         scheduler = _read_scheduler(family, files, networks)
     except Exception as error:  # of the family's code
-        return [*lost, f"canvax.load cannot read what is saved: {type(error).__name__}: {error}"]
+        return [*lost, f"canvax.load cannot read what is saved: {type(error).__name__}: {error}{of_class}"]
     if changed := [*_differences(_records(model.networks), _records(networks))]:
         cure = "put them into a canvax.extend.Config in the record that the family reads"
-        lost.append(f"values of the networks are not saved; {cure}: {'; '.join(changed)}")
+        lost.append(f"values of the networks are not saved; {cure}: {'; '.join(changed)}{of_class}")
     if changed := [*_differences(_settings(model.scheduler), _settings(scheduler))]:
         cure = "put them into its config, or return them from Family.scheduler"
         lost.append(f"values of the scheduler are not saved; {cure}: {'; '.join(changed)}")

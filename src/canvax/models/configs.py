@@ -83,7 +83,10 @@ class Config:
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     STRICT: ClassVar[bool] = True
     CLASS: ClassVar[str] = ""
-    """diffusers' class of the network, if its configs name one; other classes have fields of the same names."""
+    """The network's class in ``model_index.json``: diffusers', or one of a family's ``classes``; "" is the first there.
+
+    A config of another class is refused, since it may have fields of the same names.
+    """
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:

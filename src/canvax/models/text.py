@@ -97,18 +97,18 @@ class TextEncoder:
     @property
     def spec(self) -> Spec:
         """Declared parameters."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no spec")
 
     def outputs(self, length: int, dtype: DType) -> Shapes:
         """Return the shapes of ``encode``'s result for one prompt of ``length`` tokens and parameters of a dtype.
 
         It is declared because tracing the encoder takes time that a process with cached programs can save.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no outputs")
 
     def encode(self, p: Params, *args: Any, **inputs: Any) -> Conditions:
         """Encode ``inputs`` [B, ...] to ``outputs`` [B, ...]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no encode")
 
     def inputs(self, length: int) -> Shapes:
         """Return the shapes of ``encode``'s inputs for one prompt of ``length`` tokens."""
@@ -210,6 +210,10 @@ class TextEncoders:
 
     encoders: tuple[TextEncoder, ...]
     places: Places | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.encoders, list):  # no program can have it as an argument
+            object.__setattr__(self, "encoders", tuple(self.encoders))
 
     def encode(self, p: Params, inputs: TextInputs) -> tuple[Conditions, ...]:
         """Return the output of each encoder; a subclass may pass the output of one to another."""

@@ -434,7 +434,8 @@ class Pipeline(LoadedModel):
 
         metadata, where = past.recorded(image)
         changed, enlarges = decided(changes), "upscale" in metadata
-        for clause in past.not_repeated(metadata, changed):
+        by_default = {"sampler"} if self.model.scheduler.has_sampler(metadata.get("sampler")) else set()
+        for clause in past.not_repeated(metadata, {*changed, *by_default}):
             warn(HintWarning(f"{where}: {clause}"))
         settings = past.settings_of(metadata, changed, usual_layer(self.model.text))
         keywords = {**settings, **past.settings_of_tiles(metadata), **changes}

@@ -172,7 +172,8 @@ def make_request(model: Model, call: Call) -> Request:
     Raises:
         InputError: an argument cannot be used.
     """
-    options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
+    options, per_prompt = check_options(call.options), call.num_images_per_prompt
+    sampler = None if model.scheduler.has_sampler(call.sampler) else _sampler(call.sampler)
     check_for_model(options, model)
     options = _with_own_strength(options, model)
     check_seed_size(options, model.vae.factor)

@@ -34,12 +34,24 @@ IMPOSSIBLE = {
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A checkpoint's scheduler_config.json: the noise schedule of its training, its default sampler and options."""
+    """A checkpoint's scheduler_config.json: the noise schedule of its training, its default sampler and options.
+
+    `config` has the fields of the file and `_class_name`. Other samplers read their fields there.
+    """
 
     schedule: NoiseSchedule
     spec: SamplerSpec
     options: SamplerOptions
     config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(_table_of(self.config).get("_class_name"), str):
+            cure = "give {'_class_name': 'MyScheduler'} and the fields of its file"
+            raise InputError("config", "has no _class_name of the scheduler", cure=cure, value=self.config)
+
+    def has_sampler(self, name: Any) -> bool:
+        """Check if a name is of the default sampler, and of none in the catalogue."""
+        return name in self.spec.spellings and all(self.spec.name != spec.name for spec in SAMPLERS)
 
     def trained_with(self, changes: Mapping[str, Any]) -> Scheduler:
         """Return the scheduler with other fields of its config; what they do not change stays as the family made it.

@@ -154,7 +154,12 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
-    """List every unsupported field and value of `config`, each with its cure."""
+    """List every unsupported field and value of `config`, each with its cure.
+
+    In the config of a family's scheduler class only fields of samplers count: the rest is for the family's code.
+    """
+    if str(config.get("_class_name")).removeprefix("Flax") not in KNOWN_CLASSES:
+        config = {key: value for key, value in config.items() if key in _FOREIGN - {*_SCHEDULE_DEFAULTS, *_FLOW}}
     fields = {**_SCHEDULE_DEFAULTS, **CLASS_DEFAULTS[class_name]}
     faults = []
     for key, value in config.items():

@@ -438,9 +438,10 @@ def check(
     check_has_networks(job_request, model)
     seed = _seed(job_request) if job_request.seed in (None, -1) else job_request.seed
     try:
-        if job_request.sampler is not None and find(job_request.sampler)[0].name == INVERSE:
+        sampler = job_request.sampler
+        if not (sampler is None or model.scheduler.has_sampler(sampler)) and find(sampler)[0].name == INVERSE:
             why = "goes from an image to its noise, and latents do not go over the wire; choose another sampler"
-            raise invalid("sampler", f"sampler={job_request.sampler!r} {why}")
+            raise invalid("sampler", f"sampler={sampler!r} {why}")
         words: Words = ()
         unread: tuple[HintWarning, ...] = ()
         if embeddings is not None:
