@@ -1745,31 +1745,36 @@ def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     made["adapters"]["gone"] = {"weight": 1, "file": "a"}
     site.give({**made, "prompt": "", "model": CARD.id, "other": {"<lora:ink>": "", "<lora:cold:1:0.3>": ""}})
     page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
-    assert "<lora:cold:1:0.3>" in notice.inner_text()  # the form has one weight
     assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 1"
+    assert page.input_value("#prompt") == "a red apple <lora:cold:1:0.3>"  # the form has one weight
 
 
 @thorough
 def test_images_of_comfyui(site: Site) -> None:
-    """A LoRA with two strengths goes into the prompt; the program of settings that cannot be read is named."""
+    """A LoRA with two strengths goes into the prompt, one of another folder if wanted; the program of settings that
+    cannot be read is named."""
     page, others = site.page, json.loads((Path(__file__).parent / "data/images_of_others.json").read_text())
     graph = next(row["texts"]["prompt"] for row in others if row["from"] == "ComfyUI")
-    site.engine.shelf = {CARD.id: (AdapterCard("ink", "ink", "ink.safetensors"),)}
-    site.open()
     unread = graph | {"6": {"class_type": "Wildcards", "inputs": {}}}
-    for each, shown in (
-        (graph | {"13": graph["3"]}, "ComfyUI"),
-        (unread, "prompt: cannot be read"),
-        (graph, "ink:1.0"),
+    for name, each, shown in (
+        ("ink", graph | {"13": graph["3"]}, "ComfyUI"),
+        ("ink", unread, "prompt: cannot be read"),
+        ("ink", graph, "Settings restored"),
+        ("old/ink", graph, "ink:1.0"),
     ):
+        site.engine.shelf = {CARD.id: (AdapterCard(name, name, "ink.safetensors"),)}
+        site.open()
         info, file = PngInfo(), io.BytesIO()
         info.add_text("prompt", json.dumps(each))
         Image.new("RGB", (64, 64)).save(file, "png", pnginfo=info)
         site.give(data=file.getvalue())
         page.wait_for_selector(f".toast p:has-text('{shown}')")
-    page.click(".toast >> text=Use ink")
-    page.wait_for_selector(".toast p:not(:has-text('ink'))")
-    assert page.input_value("#prompt") == "a (castle:1.2) <lora:ink:1.0:0.7>"
+        if name == "old/ink":
+            page.click(f".toast >> text=Use {name}")
+        if each is graph:
+            assert not page.locator(".toast p:has-text('ink')").count()
+            assert page.input_value("#prompt") == f"a (castle:1.2) <lora:{name}:1.0:0.7>"
+            assert page.input_value("#negative") == "text, watermark"
 
 
 @thorough

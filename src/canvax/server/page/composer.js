@@ -40,11 +40,11 @@ export const sizeNow = () => ["width", "height"].map((id) => Number($(id).value)
 export const fittedInput = async () => [await fitted(input.original, ...sizeNow()), input.mask && maskAt(input, ...sizeNow())];
 /** Whether the model reads the input image, and others, and begins from noise. */
 export const editing = () => Boolean(model()?.references && !input?.mask);
-export const knows = (id) => catalogue.models.some((one) => one.id === id);
+export const knows = (id) => models().includes(id);
 /** What a file is called, without folders and ending. */
-export const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
-/** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
-const meant = (name) => (knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name)));
+const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
+/** What a recorded name may mean: the model of this id, else those whose file or folder has the name. */
+export const meant = (name, names = models()) => (names.includes(name) ? [name] : names.filter((one) => stem(one) === stem(name)));
 /** Whether the prompt was typed, and not written by the page. */
 export const isTyped = () => $("prompt").value.trim() && $("prompt").value !== written;
 export const hasModels = () => catalogue.models.length > 0;

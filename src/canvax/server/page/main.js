@@ -316,10 +316,9 @@ async function openImage(file) {
 /** List the settings that the form lacks, with the nearest choices. */
 function tellLost(settings, missing = [], actions = [], upscale = settings.upscale) {
   const rest = missing.filter((text) => !LORA.test(text));
-  const adapters = [
-    ...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]),
-    ...missing.map((text) => text.match(LORA)).filter((tag) => tag?.[2].includes(":")),
-  ];
+  const pairs = missing.map((text) => text.match(LORA)).filter((tag) => tag?.[2].includes(":"));
+  for (const [, name, weight] of pairs) if (adapterNames().includes(name)) useAdapter(name, weight);
+  const adapters = [...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]), ...pairs];
   let [close, first] = [() => {}, null];
   const tell = (note = "") => {
     const left = [...composer.notTaken(settings), ...lostAdapters(adapters)];
@@ -350,17 +349,19 @@ function tidied(settings, missing = []) {
 
 const LORA = /^<lora:([^:<>]+):?([\d.:-]*)[^<>]*>$/;
 
-/** The adapters, [text, name, weight], that the form lacks, with those of their names. Two weights go into the prompt. */
+/** Two weights, a text, go into the prompt. */
+async function useAdapter(name, weight) {
+  const prompt = `${$("prompt").value} <lora:${name}:${weight}>`.trim();
+  await composer.apply(typeof weight === "string" ? { prompt, negative_prompt: $("negative").value } : { adapters: { ...adaptersNow(), [name]: weight } });
+  composer.keepDraft();
+}
+
+/** The adapters, [text, name, weight], that the form lacks, with those of their names. */
 function lostAdapters(adapters) {
-  const meant = (name) => (adapterNames().includes(name) ? [name] : adapterNames().filter((one) => composer.stem(one) === composer.stem(name)));
-  const use = (name, weight) => async () => {
-    const tag = `${$("prompt").value} <lora:${name}:${weight}>`;
-    await composer.apply(typeof weight === "string" ? { prompt: tag } : { adapters: { ...adaptersNow(), [name]: weight } });
-    composer.keepDraft();
-  };
+  const meant = (name) => composer.meant(name, adapterNames());
   return adapters.filter(([, name]) => !meant(name).some((one) => one in adaptersNow() || $("prompt").value.includes(`<lora:${one}:`))).map(([text, name, weight]) => ({
     setting: `adapter ${name}`, text: `${text}${meant(name).length > 1 ? ` (${meant(name).length} files have this name)` : ""}`,
-    choices: Object.fromEntries(meant(name).slice(0, 3).map((one) => [`Use ${one}`, use(one, weight)])),
+    choices: Object.fromEntries(meant(name).slice(0, 3).map((one) => [`Use ${one}`, () => useAdapter(one, weight)])),
   }));
 }
 
