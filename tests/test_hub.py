@@ -592,6 +592,9 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
         open_files(Location(tmp_path / "bare"))
     with pytest.raises(CheckpointError, match="does not open pickles"):
         open_files(Location(tmp_path / "bare" / "model.ckpt"))
+    (tmp_path / "bare" / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"(?<!convert) \S*/bare/model\.safetensors$"):
+        open_files(Location(tmp_path / "bare" / "model.ckpt"))
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
