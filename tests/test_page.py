@@ -623,6 +623,29 @@ def test_options_of_a_mask_go_with_it(site: Site) -> None:
 
 
 @browser_only
+def test_only_the_masked_part(site: Site) -> None:
+    """The box is there again after a reload. The settings of a restored image take its place."""
+    page = site.page
+    with_mask(site)
+    page.click("#input-mask")
+    page.check("#mask-only")
+    page.click("#mask-use")
+    site.draw("a pear")
+    site.open()
+    site.draw("a pear")
+    assert [body["options"] for body in site.bodies[-2:]] == [{"mask_blur": 2, "padding_mask_crop": 4}] * 2
+    site.key("r")
+    leave_out = page.locator('[aria-label="Leave out padding_mask_crop"]')
+    leave_out.wait_for(state="attached")
+    page.wait_for_selector("text=Change the mask")
+    leave_out.evaluate("node => node.click()")
+    site.draw("a pear")
+    assert site.bodies[-1]["options"] == {"mask_blur": 2}
+    site.key("p")  # for a new mask it is as it was left
+    assert page.is_checked("#mask-only")
+
+
+@browser_only
 def test_the_images_of_the_form_survive_a_reload(site: Site) -> None:
     """The input image, its mask and the control image are there again, and removed ones are not."""
     site.card(controls=NETS[:1])
