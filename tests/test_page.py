@@ -622,7 +622,7 @@ def test_options_of_a_mask_go_with_it(site: Site) -> None:
     assert "mask_blur" not in site.bodies[-1].get("options", {})
 
 
-@browser_only
+@thorough
 def test_only_the_masked_part(site: Site) -> None:
     """The box is there again after a reload. The settings of a restored image take its place."""
     page = site.page
