@@ -592,6 +592,11 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
         open_files(Location(tmp_path / "bare"))
     with pytest.raises(CheckpointError, match="does not open pickles"):
         open_files(Location(tmp_path / "bare" / "model.ckpt"))
+    (tmp_path / "bare" / "model.safetensors").touch()
+    with pytest.raises(CheckpointError) as refused:
+        open_files(Location(tmp_path / "bare" / "model.ckpt"))
+    assert str(refused.value).endswith("model.safetensors")
+    assert "convert" not in str(refused.value)
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])

@@ -622,6 +622,29 @@ def test_options_of_a_mask_go_with_it(site: Site) -> None:
     assert "mask_blur" not in site.bodies[-1].get("options", {})
 
 
+@thorough
+def test_only_the_masked_part(site: Site) -> None:
+    """The box is there again after a reload. The settings of a restored image take its place."""
+    page = site.page
+    with_mask(site)
+    page.click("#input-mask")
+    page.check("#mask-only")
+    page.click("#mask-use")
+    site.draw("a pear")
+    site.open()
+    site.draw("a pear")
+    assert [body["options"] for body in site.bodies[-2:]] == [{"mask_blur": 2, "padding_mask_crop": 4}] * 2
+    site.key("r")
+    leave_out = page.locator('[aria-label="Leave out padding_mask_crop"]')
+    leave_out.wait_for(state="attached")
+    page.wait_for_selector("text=Change the mask")
+    leave_out.evaluate("node => node.click()")
+    site.draw("a pear")
+    assert site.bodies[-1]["options"] == {"mask_blur": 2}
+    site.key("p")  # for a new mask it is as it was left
+    assert page.is_checked("#mask-only")
+
+
 @browser_only
 def test_the_images_of_the_form_survive_a_reload(site: Site) -> None:
     """The input image, its mask and the control image are there again, and removed ones are not."""
@@ -1745,31 +1768,36 @@ def test_loras_of_a_restored_prompt_are_offered(site: Site) -> None:
     made["adapters"]["gone"] = {"weight": 1, "file": "a"}
     site.give({**made, "prompt": "", "model": CARD.id, "other": {"<lora:ink>": "", "<lora:cold:1:0.3>": ""}})
     page.wait_for_selector(".toast p:has-text('gone')")  # of canvax's own images too
-    assert "<lora:cold:1:0.3>" in notice.inner_text()  # the form has one weight
     assert page.locator("#adapters-text").text_content() == "wash 0.2, ink 1"
+    assert page.input_value("#prompt") == "a red apple <lora:cold:1:0.3>"  # the form has one weight
 
 
 @thorough
 def test_images_of_comfyui(site: Site) -> None:
-    """A LoRA with two strengths goes into the prompt; the program of settings that cannot be read is named."""
+    """A LoRA with two strengths goes into the prompt, one of another folder if wanted; the program of settings that
+    cannot be read is named."""
     page, others = site.page, json.loads((Path(__file__).parent / "data/images_of_others.json").read_text())
     graph = next(row["texts"]["prompt"] for row in others if row["from"] == "ComfyUI")
-    site.engine.shelf = {CARD.id: (AdapterCard("ink", "ink", "ink.safetensors"),)}
-    site.open()
     unread = graph | {"6": {"class_type": "Wildcards", "inputs": {}}}
-    for each, shown in (
-        (graph | {"13": graph["3"]}, "ComfyUI"),
-        (unread, "prompt: cannot be read"),
-        (graph, "ink:1.0"),
+    for name, each, shown in (
+        ("ink", graph | {"13": graph["3"]}, "ComfyUI"),
+        ("ink", unread, "prompt: cannot be read"),
+        ("ink", graph, "Settings restored"),
+        ("old/ink", graph, "ink:1.0"),
     ):
+        site.engine.shelf = {CARD.id: (AdapterCard(name, name, "ink.safetensors"),)}
+        site.open()
         info, file = PngInfo(), io.BytesIO()
         info.add_text("prompt", json.dumps(each))
         Image.new("RGB", (64, 64)).save(file, "png", pnginfo=info)
         site.give(data=file.getvalue())
         page.wait_for_selector(f".toast p:has-text('{shown}')")
-    page.click(".toast >> text=Use ink")
-    page.wait_for_selector(".toast p:not(:has-text('ink'))")
-    assert page.input_value("#prompt") == "a (castle:1.2) <lora:ink:1.0:0.7>"
+        if name == "old/ink":
+            page.click(f".toast >> text=Use {name}")
+        if each is graph:
+            assert not page.locator(".toast p:has-text('ink')").count()
+            assert page.input_value("#prompt") == f"a (castle:1.2) <lora:{name}:1.0:0.7>"
+            assert page.input_value("#negative") == "text, watermark"
 
 
 @thorough

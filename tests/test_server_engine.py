@@ -29,6 +29,7 @@ from canvax.server import models, writing
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group, Timings
 from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Status, Stepped
+from canvax.server.jobs_api import job_json
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
@@ -808,6 +809,36 @@ def test_compiling_on_demand_is_bounded(engine: ImageEngine, monkeypatch: pytest
     until(lambda: all(job.status.over for job in jobs))
     assert built == [("72x64", True), ("88x64", True), ("96x64", True)]
     assert jobs[2].error == ("server_error", "not today")
+
+
+def test_jobs_behind_the_compiler_of_another(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the reason and no time, even if nobody waits for what is compiled; loading weights does not hide it."""
+    going = threading.Semaphore(0)
+
+    def build(key: Any, *, image: bool) -> Any:
+        del key, image
+        engine._announcer.expect(3)
+        going.acquire(timeout=60)
+        raise canvax.CheckpointError("not today")
+
+    monkeypatch.setattr(engine, "_settings", EngineSettings(compile_on_demand=True))
+    monkeypatch.setattr(engine._models, "_settings", engine._settings)
+    monkeypatch.setattr(engine._models, "build", build)
+    left = engine.submit(JobRequest("a red apple", width=72))
+    until(lambda: left.waits_for == "compiling, 0 of 3 programs")
+    left.cancel()
+    later = engine.submit(JobRequest("a red apple", width=80))
+    assert later.waits_for == "compiling for another job, 0 of 3 programs"
+    assert job_json(later)["seconds_left"] is None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._models, "missing", lambda key: "emoji")
+        (item,) = engine._items[later.id]
+        engine._put_on(item.group)
+    assert later.waits_for == "compiling for another job, 0 of 3 programs"
+    going.release()
+    until(lambda: later.waits_for == "compiling, 0 of 3 programs")
+    going.release()
+    until(lambda: later.status.over)
 
 
 def test_an_image_too_large_for_the_memory_is_not_compiled(

@@ -300,6 +300,7 @@ class ImageEngine:
                 self._queue.add(item)
         job.seconds_left = before + _seconds(items)
         self._compile_missing()
+        self._tell_compiling()
         self._wake.notify_all()
 
     def _images(self) -> int:
@@ -541,6 +542,7 @@ class ImageEngine:
             self._progress = time.monotonic()
             if missing:
                 self._tell_waits(waits, "")
+                self._tell_compiling()  # some of them still lack programs
 
     def _lacking(self, key: GroupKey) -> Callable[[Item], bool]:
         """Return a predicate: does an image need weights that are missing for a key, of its model or ControlNets?"""
@@ -751,10 +753,11 @@ class ImageEngine:
         self._tell_waits(lambda item: item.group == key, "")
 
     def _tell_compiling(self) -> None:
-        """Tell those who wait for the programs that are compiled how many are ready."""
+        """Tell those who lack programs for whom the compiler works, and how many programs are ready."""
         if (key := self._building) is not None:
-            progress = f"compiling, {self._announcer.progress}"
-            self._tell_waits(lambda item: item.group == key and self._models.lacks(item), progress)
+            lacks, progress = self._models.lacks, self._announcer.progress
+            self._tell_waits(lambda item: item.group != key and lacks(item), f"compiling for another job, {progress}")
+            self._tell_waits(lambda item: item.group == key and lacks(item), f"compiling, {progress}")
 
     def _tell_waits(self, waits: Callable[[Item], bool], what: str) -> None:
         """Tell the jobs of images in the queue what must be done before they can begin."""

@@ -267,12 +267,12 @@ def is_replaced(path: Path) -> bool:
 
 
 def pickle_refused(path: str | Path) -> str:
-    """Return the error for a pickle, with the command that converts it to safetensors."""
+    """Return the error for a pickle, with the safetensors file next to it, or the command that makes that file."""
     old, new = shlex.quote(str(path)), shlex.quote(str(Path(path).with_suffix(".safetensors")))
-    return (
-        "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Take the tensors out, without running "
-        f"anything: canvax convert {old} {new}"
-    )
+    why = "canvax does not open pickles (.ckpt, .bin, .pt), which can run code."
+    if is_replaced(Path(path)):
+        return f"{why} Use the file next to it: {new}"
+    return f"{why} Take the tensors out, without running anything: canvax convert {old} {new}"
 
 
 def foreign(head: bytes) -> str:

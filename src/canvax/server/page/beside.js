@@ -2,7 +2,7 @@
 import { controlImage, getJson } from "./api.js";
 import { paintRange, sizeNow } from "./composer.js";
 import { fitted, paint, within } from "./pictures.js";
-import { $, button, choice, el, toast } from "./ui.js";
+import { $, button, choice, el, on, toast } from "./ui.js";
 import { offerWords } from "./words.js";
 
 /** What is sent of an image prompt: CLIP looks at a few hundred pixels of it. */
@@ -254,7 +254,7 @@ export function showBesideText() {
 }
 
 export function prepareBeside() {
-  $("adapter-add").addEventListener("change", () => {
+  on("adapter-add", "change", () => {
     const name = $("adapter-add").value;
     $("adapter-add").value = "";
     if (name) ($(`adapter-${name}`) ?? addAdapter(name)).focus();
@@ -264,5 +264,5 @@ export function prepareBeside() {
   for (const node of [head, ...head.querySelectorAll("[id]")]) node.id = node.id.replace("control", "image-prompt");
   $("image-prompt").querySelector("summary").after(head);
   for (const one of images) one.prepare();
-  $("control-from").addEventListener("change", showPrepared);
+  on("control-from", "change", showPrepared);
 }

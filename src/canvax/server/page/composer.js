@@ -4,7 +4,7 @@ import { besideBody, besideFiles, besideImages, besideSettings, optionsOf, prepa
 import { canvasOf, centred, crisp, fitted, paint, paintedFrom, scaleTo, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
 import { inputs } from "./store.js";
-import { $, announce, button, choice, el, link, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
+import { $, announce, button, choice, el, link, on, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 import { prepareWords, saidOfWord, showWords } from "./words.js";
 
 let catalogue = { models: [], samplers: [], curves: [] };
@@ -40,11 +40,11 @@ export const sizeNow = () => ["width", "height"].map((id) => Number($(id).value)
 export const fittedInput = async () => [await fitted(input.original, ...sizeNow()), input.mask && maskAt(input, ...sizeNow())];
 /** Whether the model reads the input image, and others, and begins from noise. */
 export const editing = () => Boolean(model()?.references && !input?.mask);
-export const knows = (id) => catalogue.models.some((one) => one.id === id);
+export const knows = (id) => models().includes(id);
 /** What a file is called, without folders and ending. */
-export const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
-/** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
-const meant = (name) => (knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name)));
+const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
+/** What a recorded name may mean: the model of this id, else those whose file or folder has the name. */
+export const meant = (name, names = models()) => (names.includes(name) ? [name] : names.filter((one) => stem(one) === stem(name)));
 /** Whether the prompt was typed, and not written by the page. */
 export const isTyped = () => $("prompt").value.trim() && $("prompt").value !== written;
 export const hasModels = () => catalogue.models.length > 0;
@@ -81,21 +81,21 @@ function keepInputs() {
   const now = [input?.original ?? null, input?.mask ?? null, control, image_prompt, ...references];
   if (now.length === keptInputs.length && now.every((one, i) => one === keptInputs[i])) return;
   keptInputs = now;
-  const [kept, more, soft] = [input, references, $("mask-soft").checked];
+  const [kept, more, soft, only] = [input, references, $("mask-soft").checked, $("mask-only").checked];
   keeping = keeping.then(async () => {
     const mask = kept?.mask && await maskBlob(kept, kept.mask.width, kept.mask.height);
-    await inputs.put({ id: "form", image: kept?.original, mask, whole: kept?.whole, soft, references: more, control, image_prompt });
+    await inputs.put({ id: "form", image: kept?.original, mask, whole: kept?.whole, soft, only, references: more, control, image_prompt });
   }).catch(() => toast("This browser cannot keep the input image: it is gone after a reload."));
 }
 
 /** The images of the form when the page was closed. */
 async function restoreInputs({ width, height, strength, ...draft }) {
-  const { image, mask, whole, soft, references: more, ...beside } = (await inputs.all().catch(() => []))[0] ?? {};
+  const { image, mask, whole, soft, only, references: more, ...beside } = (await inputs.all().catch(() => []))[0] ?? {};
   if (input || !(image || beside.control || beside.image_prompt)) return;
   try {
     if (image && (model()?.references || model()?.tasks.includes("image-to-image"))) {
       await replaceInput(image, mask ? await paintedFrom(mask) : null, more);
-      $("mask-soft").checked = soft;
+      [$("mask-soft").checked, $("mask-only").checked] = [soft, only];
       await apply({ width, height, strength });
       input.whole = whole;
     } else if (image) toast("The input image of your last visit is left out: this model cannot start from images.");
@@ -301,6 +301,8 @@ function showSize() {
 
 /** The shorter side of an image is so many standard deviations of a soft mask edge. */
 const SOFT = 40;
+/** And so many times what is seen around the masked part, if only that is drawn. */
+const AROUND = 16;
 
 const HIRES = [1.5, 2, 3, 4];
 /** Of a second pass, by default: latents that are made larger stay blurred below 0.55 or so. */
@@ -395,7 +397,7 @@ export function settings() {
   if ($("vae").value) result.vae = $("vae").value;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
-  const options = { ...softEdge(), ...optionsNow() };
+  const options = { ...ofMask(), ...optionsNow() };
   if (Object.keys(options).length) result.options = options;
   if (input && !editing()) result.strength = Number.parseFloat($("strength").value);
   return Object.assign(result, besideSettings());
@@ -406,7 +408,11 @@ export const maskless = (options) => Object.fromEntries(Object.entries(options).
 
 const usable = () => (input?.mask ? { ...others } : maskless(others));
 
-const softEdge = () => (input?.mask && $("mask-soft").checked ? { mask_blur: Math.max(1, Math.round(Math.min(...sizeNow()) / SOFT)) } : {});
+/** Of the editor of masks. */
+function ofMask() {
+  const pixels = (part) => Math.max(1, Math.round(Math.min(...sizeNow()) / part));
+  return input?.mask ? { ...($("mask-soft").checked && { mask_blur: pixels(SOFT) }), ...($("mask-only").checked && { padding_mask_crop: pixels(AROUND) }) } : {};
+}
 
 function optionsNow() {
   const options = usable();
@@ -806,48 +812,48 @@ export function formError(text, param = null, id = null) {
 }
 
 export function prepareComposer() {
-  $("known-search").addEventListener("input", listKnown);
+  on("known-search", "input", listKnown);
   prepareBeside();
   preparePrompt();
   prepareWords();
   for (const [range, number] of LINKED) {
     $(range).addEventListener("input", () => { $(number).value = $(range).value; paintRange($(range)); });
     $(number).addEventListener("input", () => { $(range).value = $(number).value; paintRange($(range)); });
-    for (const id of [range, number]) $(id).addEventListener("input", showGuidance);
+    for (const id of [range, number]) on(id, "input", showGuidance);
   }
   const step = (by) => {
     const value = Math.round(Number($("count").value) + by) || 1;
     $("count").value = Math.max(1, Math.min(Number($("count").max), value));
     keepDraft();
   };
-  $("count-less").addEventListener("click", () => step(-1));
-  $("count-more").addEventListener("click", () => step(1));
-  $("model").addEventListener("change", () => { const changed = showModel(); keepDraft(); if (changed) toast(changed, [], 20); });
-  $("size").addEventListener("change", showSize);
-  for (const id of ["sampler", "sigmas"]) $(id).addEventListener("change", showSampler);
-  $("strength").addEventListener("input", showStrength);
-  $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
-  $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
-  $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
-  $("reset").addEventListener("click", () => { chosen.clear(); ownSettings(); setOptions(usualOptions()); $("seed").value = ""; showLock(false); showSyntax(); keepDraft(); });
+  on("count-less", "click", () => step(-1));
+  on("count-more", "click", () => step(1));
+  on("model", "change", () => { const changed = showModel(); keepDraft(); if (changed) toast(changed, [], 20); });
+  on("size", "change", showSize);
+  for (const id of ["sampler", "sigmas"]) on(id, "change", showSampler);
+  on("strength", "input", showStrength);
+  on("seed", "input", () => showLock($("seed").value !== ""));
+  on("seed-new", "click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
+  on("seed-lock", "click", () => { toggleLock(); keepDraft(); });
+  on("reset", "click", () => { chosen.clear(); ownSettings(); setOptions(usualOptions()); $("seed").value = ""; showLock(false); showSyntax(); keepDraft(); });
   for (const id of ["upscale-by", "upscale-strength"]) {
-    $(id).addEventListener("input", () => {
+    on(id, "input", () => {
       showUpscaling();
       remember("upscaling", Object.fromEntries(["upscale-by", "upscale-strength"].map((name) => [name, $(name).value])));
     });
   }
-  $("composer").addEventListener("input", ({ target: { id, value } }) => {
+  on("composer", "input", ({ target: { id, value } }) => {
     const name = id.replace("-number", "").replace(/^(width|height)$/, "size");
     if (["size", "steps", "guidance", "sampler", "hires-strength"].includes(name)) choose(name, undefined, value);
   });
-  $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); showWords(); growAll(); keepDraft(); });
-  $("input-remove").addEventListener("click", () => { removeReference(0); $("prompt").focus(); });
-  $("hires-method").addEventListener("change", () => { $("hires-strength").value = hiresStrength(); choose("hires-strength", undefined, false); showHires(); keepDraft(); });
-  for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());
-  for (const id of ["width", "height"]) $(id).addEventListener("change", showSize);
-  $("input-extend").addEventListener("click", () => extend());
-  $("input-add").addEventListener("click", () => $("input-file").click());
-  $("input-file").addEventListener("change", () => {
+  on("composer", "input", () => { formError(""); showHints([]); showSyntax(); showWords(); growAll(); keepDraft(); });
+  on("input-remove", "click", () => { removeReference(0); $("prompt").focus(); });
+  on("hires-method", "change", () => { $("hires-strength").value = hiresStrength(); choose("hires-strength", undefined, false); showHires(); keepDraft(); });
+  for (const id of ["hires", "hires-strength"]) on(id, "input", () => showHires());
+  for (const id of ["width", "height"]) on(id, "change", showSize);
+  on("input-extend", "click", () => extend());
+  on("input-add", "click", () => $("input-file").click());
+  on("input-file", "change", () => {
     takeReferences([...$("input-file").files]);
     $("input-file").value = "";
   });

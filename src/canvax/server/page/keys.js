@@ -1,6 +1,6 @@
 // The keyboard.
 import { cancelAll, cancelNewest } from "./tasks.js";
-import { $, announce, el, openDialog, remember, remembered } from "./ui.js";
+import { $, announce, el, on, openDialog, remember, remembered } from "./ui.js";
 
 const TABLE = [
   ["In the prompt", [["Enter", "Generate"], ["Shift Enter", "New line"], ["Ctrl ↑ ↓", "Weight of the words"], ["<lora:", "Names of adapters"]]],
@@ -23,8 +23,8 @@ function fillHelp() {
 export function prepareKeys({ global, onImage, current, draw }) {
   fillHelp();
   $("help-on").checked = remembered("keys", true);
-  $("help-on").addEventListener("change", () => remember("keys", $("help-on").checked));
-  $("open-help").addEventListener("click", () => openDialog($("help")));
+  on("help-on", "change", () => remember("keys", $("help-on").checked));
+  on("open-help", "click", () => openDialog($("help")));
   const all = {
     ...global,
     "?": () => openDialog($("help")),

@@ -10,7 +10,7 @@ import { blobOf, fileName, paintedFrom } from "./pictures.js";
 import { openSheet, prepareSheet } from "./sheet.js";
 import { unfinished } from "./store.js";
 import { Task, cancelAll, connection, tasks } from "./tasks.js";
-import { $, announce, button, copy, el, link, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
+import { $, announce, button, copy, el, link, on, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
 import * as viewer from "./viewer.js";
 
 // ---- drawing
@@ -220,7 +220,7 @@ Object.assign(viewer.viewerActions, {
 
 /** The form becomes these settings and inputs, without what they do not say. */
 async function restored(settings, { image = null, mask, references = [], ...beside } = {}) {
-  if (mask) $("mask-soft").checked = false;  // the options say it
+  if (mask) $("mask-soft").checked = $("mask-only").checked = false;  // the options say it
   await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
   $("style").value = "";  // the prompt says it
   await composer.apply({ adapters: {}, options: {}, vae: "", ...settings });
@@ -316,10 +316,9 @@ async function openImage(file) {
 /** List the settings that the form lacks, with the nearest choices. */
 function tellLost(settings, missing = [], actions = [], upscale = settings.upscale) {
   const rest = missing.filter((text) => !LORA.test(text));
-  const adapters = [
-    ...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]),
-    ...missing.map((text) => text.match(LORA)).filter((tag) => tag?.[2].includes(":")),
-  ];
+  const pairs = missing.map((text) => text.match(LORA)).filter((tag) => tag?.[2].includes(":"));
+  for (const [, name, weight] of pairs) if (adapterNames().includes(name)) useAdapter(name, weight);
+  const adapters = [...Object.entries(settings.adapters ?? {}).map(([name, weight]) => [`the adapter ${name}`, name, weight]), ...pairs];
   let [close, first] = [() => {}, null];
   const tell = (note = "") => {
     const left = [...composer.notTaken(settings), ...lostAdapters(adapters)];
@@ -350,17 +349,19 @@ function tidied(settings, missing = []) {
 
 const LORA = /^<lora:([^:<>]+):?([\d.:-]*)[^<>]*>$/;
 
-/** The adapters, [text, name, weight], that the form lacks, with those of their names. Two weights go into the prompt. */
+/** Two weights, a text, go into the prompt. */
+async function useAdapter(name, weight) {
+  const prompt = `${$("prompt").value} <lora:${name}:${weight}>`.trim();
+  await composer.apply(typeof weight === "string" ? { prompt, negative_prompt: $("negative").value } : { adapters: { ...adaptersNow(), [name]: weight } });
+  composer.keepDraft();
+}
+
+/** The adapters, [text, name, weight], that the form lacks, with those of their names. */
 function lostAdapters(adapters) {
-  const meant = (name) => (adapterNames().includes(name) ? [name] : adapterNames().filter((one) => composer.stem(one) === composer.stem(name)));
-  const use = (name, weight) => async () => {
-    const tag = `${$("prompt").value} <lora:${name}:${weight}>`;
-    await composer.apply(typeof weight === "string" ? { prompt: tag } : { adapters: { ...adaptersNow(), [name]: weight } });
-    composer.keepDraft();
-  };
+  const meant = (name) => composer.meant(name, adapterNames());
   return adapters.filter(([, name]) => !meant(name).some((one) => one in adaptersNow() || $("prompt").value.includes(`<lora:${one}:`))).map(([text, name, weight]) => ({
     setting: `adapter ${name}`, text: `${text}${meant(name).length > 1 ? ` (${meant(name).length} files have this name)` : ""}`,
-    choices: Object.fromEntries(meant(name).slice(0, 3).map((one) => [`Use ${one}`, use(one, weight)])),
+    choices: Object.fromEntries(meant(name).slice(0, 3).map((one) => [`Use ${one}`, () => useAdapter(one, weight)])),
   }));
 }
 
@@ -391,8 +392,8 @@ function prepareFiles() {
     const file = [...(event.clipboardData?.files ?? [])].find(({ type }) => type.startsWith("image/"));
     if (file) { event.preventDefault(); takeFiles(event, [file]); }
   });
-  $("open-file").addEventListener("click", () => $("file").click());
-  $("file").addEventListener("change", () => {
+  on("open-file", "click", () => $("file").click());
+  on("file", "change", () => {
     if ($("file").files[0]) openImage($("file").files[0]);
     $("file").value = "";
   });
@@ -460,14 +461,14 @@ function prepareKey() {
     await gallery.renderAll();
     for (const task of tasks) if (task.why === "key") task.retry();
   };
-  $("key-form").addEventListener("submit", (event) => {
+  on("key-form", "submit", (event) => {
     event.preventDefault();
     key.set($("key-value").value.trim());
     tryAgain();
   });
-  $("key-forget").addEventListener("click", () => { key.set(""); $("key-value").value = ""; $("key").close(); });
-  $("open-key").addEventListener("click", () => askKey());
-  for (const id of ["open-other-models", "about-model"]) $(id).addEventListener("click", () => openDialog($("other-models")));
+  on("key-forget", "click", () => { key.set(""); $("key-value").value = ""; $("key").close(); });
+  on("open-key", "click", () => askKey());
+  for (const id of ["open-other-models", "about-model"]) on(id, "click", () => openDialog($("other-models")));
   for (const code of document.querySelectorAll(".commands code")) code.after(button("copy", `Copy ${code.textContent}`, () => copy(code.textContent)));
 }
 
@@ -488,7 +489,7 @@ function prepareConnection() {
     }
     before = connection.gone;
   });
-  $("banner-retry").addEventListener("click", () => connection.now());
+  on("banner-retry", "click", () => connection.now());
   setInterval(show, 500);
   setInterval(() => { if (!document.hidden && !connection.gone) connection.check(); }, 15_000);
 }
@@ -508,9 +509,9 @@ function switchTheme() {
 
 function prepareForm() {
   composer.prepareComposer();
-  $("composer").addEventListener("submit", (event) => { event.preventDefault(); draw(); });
+  on("composer", "submit", (event) => { event.preventDefault(); draw(); });
   for (const id of ["prompt", "negative"]) {
-    $(id).addEventListener("keydown", (event) => {
+    on(id, "keydown", (event) => {
       if (event.defaultPrevented || event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.isComposing) return;
       event.preventDefault();
       draw();
@@ -518,11 +519,11 @@ function prepareForm() {
   }
   $("fold").open = !narrow.matches;
   narrow.addEventListener("change", () => { $("fold").open = !narrow.matches; });
-  $("input-mask").addEventListener("click", () => openMask());
-  $("input-open").addEventListener("click", () => (composer.currentInput() ? openMask() : $("input-file").click()));
-  $("queue-cancel").addEventListener("click", cancelAll);
-  $("open-sheet").addEventListener("click", openSheet);
-  $("open-theme").addEventListener("click", switchTheme);
+  on("input-mask", "click", () => openMask());
+  on("input-open", "click", () => (composer.currentInput() ? openMask() : $("input-file").click()));
+  on("queue-cancel", "click", cancelAll);
+  on("open-sheet", "click", openSheet);
+  on("open-theme", "click", switchTheme);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
 }
 

@@ -3,6 +3,7 @@ import { canvasOf, tinted } from "./pictures.js";
 import { $, announce, on, openDialog, remember, remembered } from "./ui.js";
 
 const DEEPEST = 40;
+const CHECKS = { soft: true, only: false };
 let base = 1;
 let tool = "brush";
 let last = null;
@@ -37,7 +38,7 @@ export async function editMask(blob, mask, done, cancelled = () => {}) {
   $("mask-size").value = Math.round(side / 6);
   $("mask-zoom").value = 1;
   [past, future, use, cancel] = [[], [], done, cancelled];
-  if (!mask) $("mask-soft").checked = remembered("soft-mask", true);
+  if (!mask) for (const [name, usual] of Object.entries(CHECKS)) $(`mask-${name}`).checked = remembered(`${name}-mask`, usual);
   cursor = { x: bitmap.width / 2, y: bitmap.height / 2 };
   choose("brush");
   openDialog($("mask"));
@@ -282,12 +283,12 @@ export function prepareMask() {
   }, { passive: false });
   on("mask-brush", "click", () => choose("brush"));
   on("mask-eraser", "click", () => choose("eraser"));
-  for (const id of ["mask-size", "mask-zoom"]) $(id).addEventListener("input", zoom);
+  for (const id of ["mask-size", "mask-zoom"]) on(id, "input", zoom);
   on("mask-undo", "click", () => back(past, future));
   on("mask-redo", "click", () => back(future, past));
   on("mask-invert", "click", invert);
   on("mask-clear", "click", clear);
-  on("mask-soft", "change", () => remember("soft-mask", $("mask-soft").checked));
+  for (const name of Object.keys(CHECKS)) on(`mask-${name}`, "change", ({ target }) => remember(`${name}-mask`, target.checked));
   on("mask-use", "click", () => { cancel = () => {}; $("mask").close(); use(result()); });
   on("mask", "close", () => cancel());
   addEventListener("resize", fit);

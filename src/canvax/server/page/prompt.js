@@ -121,7 +121,7 @@ function onKey(event) {
 }
 
 export function preparePrompt() {
-  for (const id of ["prompt", "negative"]) $(id).addEventListener("keydown", onKey);
+  for (const id of ["prompt", "negative"]) on(id, "keydown", onKey);
   on("prompt", "input", () => showCompletions($("prompt")));
   on("prompt", "blur", () => { $("completions").hidden = true; });
   on("syntax-use", "click", () => {

@@ -2,7 +2,7 @@
 import { bodyOf, canMake, cardOf, currentInput, curves, inputFiles, model, models, randomSeed, samplers, settings, sizes } from "./composer.js";
 import { canvasOf, toBlob } from "./pictures.js";
 import { Task, tasks } from "./tasks.js";
-import { $, choice, el, openDialog, plural } from "./ui.js";
+import { $, choice, el, on, openDialog, plural } from "./ui.js";
 
 const AT_ONCE = 4;
 const MOST = 144;
@@ -290,10 +290,10 @@ export function openSheet() {
 /** `begin` is given the Sheet that was asked for. */
 export function prepareSheet(begin) {
   for (const id of ["sheet-x", "sheet-y"]) {
-    $(id).addEventListener("change", () => chooseAxis(id));
-    $(`${id}-values`).addEventListener("input", describe);
+    on(id, "change", () => chooseAxis(id));
+    on(`${id}-values`, "input", describe);
   }
-  $("sheet-form").addEventListener("submit", async (event) => {
+  on("sheet-form", "submit", async (event) => {
     event.preventDefault();
     const base = settings();
     if (!base.prompt) {

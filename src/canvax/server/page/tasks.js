@@ -168,7 +168,7 @@ export class Task extends EventTarget {
 
   async #take(job) {
     this.ahead = job.ahead;
-    this.secondsLeft = job.waits_for ? null : job.seconds_left;  // nobody knows how long that takes
+    this.secondsLeft = job.seconds_left;
     this.waitsFor = job.waits_for ?? "";
     this.message = job.error?.message ?? "";
     for (const image of job.images) {

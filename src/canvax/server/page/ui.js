@@ -144,8 +144,7 @@ export function remembered(name, otherwise = null) {
 
 export function remember(name, value) {
   try {
-    if (value === null) localStorage.removeItem(`canvax.${name}`);
-    else localStorage.setItem(`canvax.${name}`, JSON.stringify(value));
+    localStorage.setItem(`canvax.${name}`, JSON.stringify(value));
   } catch { /* storage is off or full: nothing is kept */ }
 }
 

@@ -1,6 +1,6 @@
 // Embeddings (textual inversions) of the server's folder.
 import { replace } from "./prompt.js";
-import { $, el, plural } from "./ui.js";
+import { $, el, on, plural } from "./ui.js";
 
 /** [{name, fault}]: all of the folder; `fault` says why one cannot be used with the model, "" if it can. */
 let words = [];
@@ -53,5 +53,5 @@ function write(name) {
 
 export function prepareWords() {
   area = $("prompt");
-  for (const id of ["prompt", "negative"]) $(id).addEventListener("focus", () => { area = $(id); });
+  for (const id of ["prompt", "negative"]) on(id, "focus", () => { area = $(id); });
 }
