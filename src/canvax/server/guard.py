@@ -148,7 +148,7 @@ class Guard:
             self._load.bytes -= limited.size
             seconds = time.perf_counter() - began
             status = status or 500
-            if left:  # the refusal that nobody reads is no error of the server
+            if left:  # its refusal has no reader, and is no error of the server
                 status, state["log"] = _CLIENT_GONE, state.get("log", {}) | {"code": "client_gone"}
             self._metrics.request(self._route(scope["path"]), status, seconds)
             if not self._as_before(scope["path"], status):

@@ -254,7 +254,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "created": job.created,
         "model": job.model,
         "ahead": job.ahead,
-        "seconds_left": None if job.waits_for else _rounded(job.seconds_left),  # nobody knows how long that takes
+        "seconds_left": None if job.waits_for else _rounded(job.seconds_left),  # for an unknown time
         "waits_for": job.waits_for or None,
         "images": [_picture_json(job, picture) for picture in job.pictures],
         "error": code_message,
