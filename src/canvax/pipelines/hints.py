@@ -102,6 +102,14 @@ def _not_fast(model: Model, request: Request) -> tuple[str, str] | None:
     return "the steps are too few, too long, or the prompt, guidance or control changes too often", ""
 
 
+def _without_noise(model: Model, request: Request) -> bool:
+    """Return True if the sampler adds no noise, nor would without the settings of noise, and they change nothing."""
+    rest = {name: value for name, value in request.options.settings.items() if name not in OF_NOISE}
+    other = replace(request, options=replace(request.options, sampler_settings=rest))
+    tables = [sampler_table(model, each) for each in (request, other)]
+    return np.array_equal(*(table.M for table in tables)) and not tables[0].M[:, :, NOISE].any()
+
+
 def idle(model: Model, request: Request) -> Iterator[HintWarning]:
     """Yield a warning for each option that has no effect, with the condition that is missing."""
     there = _there(model, request)
@@ -109,7 +117,7 @@ def idle(model: Model, request: Request) -> Iterator[HintWarning]:
         needs = there[needed][1] if needed in there else f"without {needed}"
         yield HintWarning(name, f"has no effect {needs}")
     of_noise = sorted(request.options.settings.keys() & OF_NOISE)
-    if of_noise and not sampler_table(model, request).M[:, :, NOISE].any():
+    if of_noise and _without_noise(model, request):
         problem = f"has {', '.join(of_noise)}, which has no effect without noise that the sampler adds (s_churn, eta)"
         yield HintWarning("sampler_settings", problem)
 
