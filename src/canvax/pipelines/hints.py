@@ -103,11 +103,11 @@ def _not_fast(model: Model, request: Request) -> tuple[str, str] | None:
 
 
 def _without_noise(model: Model, request: Request) -> bool:
-    """Return True if the sampler adds no noise, nor would without the settings of noise, and they change nothing."""
+    """Return True if the sampler adds no noise, and the settings of noise do not change its matrices."""
     rest = {name: value for name, value in request.options.settings.items() if name not in OF_NOISE}
     other = replace(request, options=replace(request.options, sampler_settings=rest))
-    tables = [sampler_table(model, each) for each in (request, other)]
-    return np.array_equal(*(table.M for table in tables)) and not tables[0].M[:, :, NOISE].any()
+    rows, before = (sampler_table(model, each).M for each in (request, other))
+    return np.array_equal(rows, before) and not rows[:, :, NOISE].any()
 
 
 def idle(model: Model, request: Request) -> Iterator[HintWarning]:
