@@ -207,7 +207,7 @@ def main(arguments):
     )
     others = drawings(base, each, seed=10_000)
     rows = []
-    for steps in (1, 2, 16):
+    for steps in (1, 2, 4, 16):
         drawn = {
             w: pipe([w] * 4 * each, seed=0, num_inference_steps=steps, output_type="latent").latents for w in THINGS
         }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +13,22 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
+from test_new_family import pipeline_of
 
 import canvax
 from canvax.compile import cache, key
+from canvax.families.known import PRESETS
 from canvax.kernels import gpu
-from canvax.kernels.attention import attention, keep, plain_attention, using
+from canvax.kernels.attention import attention, keep, plain_attention, scope, using
 from canvax.kernels.outline import keeping
 from canvax.kernels.target import compiling_for
 from canvax.kernels.tpu import key_block
+from canvax.models.denoiser import evaluate
 from canvax.models.dit import attend_in_order
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh
+from canvax.params import Param
+from examples.new_family import NETWORKS, Mlp
 from tests.support.random_numbers import rng
 from tests.support.refusals import refused
 
@@ -292,3 +299,70 @@ def test_attention_in_order() -> None:
         one = slice(sample, sample + 1)
         want = plain_attention(q[one, row : row + 1], k[one, :seen], v[one, :seen])
         np.testing.assert_allclose(got[one, row : row + 1], want, atol=ROUNDING)
+
+
+class Layers(Mlp):
+    """Two layers of attention, before the network."""
+
+    names: ClassVar[tuple[str, ...]] = ("blocks.0", "blocks.1")
+
+    def apply(self, p: Any, x: Any, row: Any, prepared: Any, memory: Any) -> tuple[Any, Any]:
+        for name in self.names:
+            with scope(name) if name else nullcontext():
+                tokens = x.reshape(*x.shape[:1], -1, 1, x.shape[-1])
+                x = x + attention(tokens, tokens, tokens).reshape(x.shape)
+        return super().apply(p, x, row, prepared, memory)
+
+
+class Nameless(Layers):
+    names = ("", "")
+
+
+def test_layers_of_a_network_of_ones_own() -> None:
+    """They have the names of their scopes, and two arrays of a name are refused."""
+    pipe = pipeline_of(replace(NETWORKS, denoiser=Layers()))
+    start = pipe.start("a fox", num_inference_steps=2, guidance_scale=1.0)
+
+    def noted(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
+        keep(where, q)
+        return attention(q, k, v, **terms)
+
+    def kept(denoiser: Any) -> Any:
+        networks = replace(NETWORKS, denoiser=denoiser)
+        reader = {"record": lambda seen: seen.kept}
+        with using(noted):
+            return jax.eval_shape(lambda: canvax.rollout(networks, pipe.params, *start, **reader).record)
+
+    assert kept(Layers()).keys() == {"blocks.0", "blocks.1"}
+    with refused("name"):
+        kept(Nameless())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.slow
+def test_every_layer_has_the_name_of_its_parameters(name: str) -> None:
+    networks, seen = PRESETS[name], []
+    denoiser, shape = networks.denoiser, networks.latent_shape(1, 256, 256)
+    conditions = networks.conditions(networks.packing.shape(shape))
+
+    def noted(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
+        seen.append(where)
+        keep(where, q)
+        return attention(q, k, v, **terms)
+
+    def of(params: Any, x: Any, conditions: Any) -> Any:
+        with keeping() as kept:
+            evaluate(denoiser, params, x, jnp.full(1, 500.0), conditions)
+        return kept
+
+    def is_param(node: Any) -> bool:
+        return isinstance(node, Param)
+
+    spec = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), denoiser.spec, is_leaf=is_param)
+    with using(noted):
+        kept = jax.eval_shape(of, spec, jax.ShapeDtypeStruct(shape, jnp.float32), conditions)
+    assert kept.keys() == set(seen)
+    for where in seen:
+        layer = spec
+        for part in where.split("."):
+            layer = layer[part]  # type: ignore[index]

@@ -144,12 +144,12 @@ def test_distillation(run: Any, here: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.weekly
 def test_from_scratch(run: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     (path,) = run("from_scratch.py", *words, 40, 2)
-    assert pixels_of(path).shape == (3 * 64, 9 * 64, 3)
+    assert pixels_of(path).shape == (4 * 64, 9 * 64, 3)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     losses = [dict(zip(line[2::2], map(float, line[3::2]), strict=True)) for line in lines if line[:1] == ["update"]]
     assert "error" in losses[0]
     assert all(losses[-1][name] < losses[0][name] for name in losses[0] if name in ("error", "repa"))
-    assert len([line for line in lines if line[:1] == ["steps"]]) == 3
+    assert len([line for line in lines if line[:1] == ["steps"]]) == 4
 
 
 @pytest.mark.weekly

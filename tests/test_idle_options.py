@@ -16,6 +16,9 @@ from PIL import Image, ImageDraw
 import canvax
 from canvax.pipelines.hints import hints, idle
 from canvax.pipelines.request import Call, make_request
+from canvax.samplers import NoiseSchedule, SamplerOptions, SamplerTable
+from canvax.samplers.rows import D, X, column, rows, step_table
+from canvax.samplers.spacing import training_path
 from tests.support.small_sdxl import build
 
 VALUES: dict[str, Any] = {
@@ -84,6 +87,25 @@ def test_what_a_second_pass_reads(emoji: canvax.Pipeline) -> None:
     assert names(image_encoding="sample") == ["image_encoding"]
     assert names(image_encoding="sample", hires=1.5) == []
     assert names(mask_fill="noise") == ["mask_fill"]
+
+
+def test_settings_of_noise(emoji: canvax.Pipeline) -> None:
+    """They have an effect where the sampler adds noise, or would, or reads them otherwise."""
+
+    def blurred(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+        path = training_path(schedule, steps, options)
+        kept = column(path.alpha[:-1]) * X + options.s_noise * D
+        return step_table(path, rows(len(path), {0: kept}))
+
+    def hinted(sampler: Any, **settings: float) -> bool:
+        call = Call("a", sampler=sampler, options=canvax.Options(sampler_settings=settings))
+        return "sampler_settings" in [hint.argument for hint in idle(emoji.model, make_request(emoji.model, call))]
+
+    assert hinted("Euler", s_noise=1.1)
+    assert not hinted("Euler", s_noise=1.1, s_churn=5.0)
+    assert not hinted("Euler a", s_noise=1.1)
+    assert not hinted("Euler a", s_noise=0.0)
+    assert not hinted(blurred, s_noise=0.5)
 
 
 def test_adapters_named_in_a_second_prompt(emoji: canvax.Pipeline) -> None:

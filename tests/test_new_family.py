@@ -97,10 +97,20 @@ def test_the_public_call_makes_an_image(pipe: canvax.Pipeline) -> None:
     assert np.abs(again.pixels[0] - again.pixels[1]).max() > 0.01
 
 
-def test_the_times_of_a_family(pipe: canvax.Pipeline) -> None:
-    for even in (False, True):
-        made = pipeline_of(NETWORKS, dataclasses.replace(FAMILY, even_times=even))
-        assert made.model.scheduler.schedule.even_times is even
+class Leaps(Mlp):
+    """The same network, as if distilled for the length of each step."""
+
+    facts = Facts(native_size=(8, 8), distilled=True, flow_map=True)
+
+
+@pytest.mark.parametrize("denoiser", [Mlp(), Leaps()])
+def test_the_times_of_a_family(denoiser: Denoiser) -> None:
+    """They are even by default, else those of the scheduler's class in diffusers."""
+    networks = dataclasses.replace(NETWORKS, denoiser=denoiser)
+    for family, times in ((FAMILY, [1000, 500]), (dataclasses.replace(FAMILY, even_times=False), [1000, 1])):
+        pipe = pipeline_of(networks, family)
+        tables = [pipe.start("a fox", num_inference_steps=2, sampler=name).table for name in (None, "Euler a")]
+        np.testing.assert_allclose([table.timestep for table in tables], [times, times])
 
 
 def test_a_model_takes_a_scheduler_object() -> None:

@@ -188,7 +188,7 @@ def test_conditions_that_a_rule_does_not_read(pipe: canvax.Pipeline) -> None:
     def run(conditions: Any, rule: Any) -> Any:
         return canvax.rollout(pipe, pipe.params, start.noise, start.keys, conditions, start.table, rule).latents
 
-    for conditions in (three, ()):
+    for conditions in (three, (), {}, {"text": three[0]["text"]}, (three[0], {})):
         with refused("conditions"):
             run(conditions, PLAIN)
     for rule in (Twice(), "cgf"):

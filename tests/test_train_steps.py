@@ -245,6 +245,7 @@ def test_a_state_of_an_earlier_version_resumes(tmp_path: Path) -> None:
         (lambda state, samples, shared, key: state, "step"),
         (lambda state, samples, shared, key: ({**state, "w": jnp.zeros(4)}, {}), "step"),
         (lambda state, samples, shared, key: ({"v": state["w"]}, {}), "step"),
+        (lambda state, samples, shared, key: (state, {"loss": jnp.float32(1), "parts": jnp.zeros(1)}), "step"),
     ],
 )
 @pytest.mark.parametrize("data", [X, lambda done, state: X])

@@ -191,6 +191,10 @@ def rollout(
     texts = [{**{name: _each(name, array, batch) for name, array in prompt.items()}, **sizes} for prompt in prompts]
     samples = conditions_of(rule, texts, batch)
     packed = packing.pack(jnp.asarray(noise, jnp.float32))
+    read = net.conditions(packed.shape).keys() - {"guidance"}  # the network does without
+    if missing := sorted({name for sample in samples for name in read - sample.keys()}):
+        cure = "give what pipe.encode returns, or the conditions of pipe.start"
+        raise InputError("conditions", f"have no {', '.join(map(repr, missing))}", cure=cure)
     denoiser = net.denoiser_of(rule.samples)
     prepared = denoiser.prepare(weights, neighbours(samples), (len(samples) * batch, *packed.shape[1:]))
     words = _words(keys, batch)

@@ -134,7 +134,6 @@ ANIMA = Family(
     classes=CLASSES,
     defaults=_BASE,
     defaults_by_networks=_defaults,
-    even_times=True,
     names=NAMES,
     single_file=SingleFile(
         marks=("llm_adapter.", "t_embedding_norm."),

@@ -157,7 +157,8 @@ class Family:
         distilled: defaults of models that were distilled to few steps; None if they are the same.
         is_distilled: recognises the schedule of a distilled model; None if the networks determine it.
         scheduler: returns the scheduler of a checkpoint, if its config alone does not determine it.
-        even_times: see ``NoiseSchedule.even_times``.
+        even_times: see ``NoiseSchedule.even_times``; False if the model's pipeline in diffusers leaves the times to the
+            scheduler's class, as that of Stable Diffusion 3 does.
         mu: returns the shift for the tokens of an image and the steps, if the scheduler's config does not determine it.
         guidance_off: guidance scale without an effect: 1, or 0 for models that add guidance.
         guidance: kind of guidance by default, a name in ``canvax.guidance.KINDS``.
@@ -187,7 +188,7 @@ class Family:
     distilled: Defaults | None = None
     is_distilled: Callable[[NoiseSchedule], bool] | None = None
     scheduler: Callable[[Mapping[str, Any], ModelFiles], Scheduler] | None = None
-    even_times: bool = False
+    even_times: bool = True
     mu: Callable[[int, int], float] | None = None
     guidance_off: float = 1.0
     guidance: str = "cfg"

@@ -262,7 +262,6 @@ FLUX = Family(
     classes=CLASSES,
     defaults=_DEV,
     defaults_by_networks=_defaults,
-    even_times=True,
     names=NAMES,
     stacks=STACKS,
     single_file=SingleFile(
@@ -288,7 +287,6 @@ CHROMA = Family(
     tokenizer=tokenizer,
     classes=CHROMA_CLASSES,
     defaults=Defaults(num_inference_steps=35, guidance_scale=5.0),
-    even_times=True,
     names=NAMES,
     stacks=STACKS,
     single_file=SingleFile(

@@ -179,7 +179,6 @@ FLUX2 = Family(
     classes=CLASSES,
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
     distilled=Defaults(num_inference_steps=4, guidance_scale=1.0),
-    even_times=True,
     mu=empirical_mu,
     names=NAMES,
     stacks=STACKS,

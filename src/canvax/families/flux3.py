@@ -151,7 +151,6 @@ FLUX3 = Family(
     classes=CLASSES,
     defaults=Defaults(num_inference_steps=50, guidance_scale=3.5),
     distilled=Defaults(num_inference_steps=16, guidance_scale=1.0),
-    even_times=True,
     names=NAMES,
     stacks=STACKS,
     single_file=SingleFile(

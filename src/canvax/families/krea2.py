@@ -155,7 +155,6 @@ KREA2 = Family(
     distilled=Defaults(num_inference_steps=8, guidance_scale=0.0),
     is_distilled=_is_turbo,
     scheduler=_scheduler,
-    even_times=True,
     guidance_off=0.0,
     names=NAMES,
     single_file=SingleFile(

@@ -146,7 +146,6 @@ QWEN_IMAGE = Family(
     distilled=DISTILLED,
     is_distilled=_is_turbo,
     scheduler=_scheduler,
-    even_times=True,
     names=NAMES,
     single_file=SingleFile(
         marks=("txt_in.text_norm.", "modulation.1."),

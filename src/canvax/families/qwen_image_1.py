@@ -177,7 +177,6 @@ QWEN_IMAGE_1 = Family(
     defaults=DEFAULTS,
     defaults_by_networks=_defaults,
     guidance="cfg_norm",
-    even_times=True,
     names=NAMES,
     stacks=NAMES,
     single_file=SingleFile(

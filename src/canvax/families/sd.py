@@ -53,6 +53,7 @@ SD = Family(
     classes=CLASSES,
     distilled=LATENT_CONSISTENCY,
     scheduler=_scheduler,
+    even_times=False,
     presets={
         "sd14": _SD15,
         "sd15": _SD15,

@@ -105,6 +105,7 @@ SDXL = Family(
     defaults=Defaults(guidance_scale=5.0),
     distilled=LATENT_CONSISTENCY,
     scheduler=_scheduler,
+    even_times=False,
     unused_options=dict.fromkeys(AESTHETICS, "it is not a refiner"),
     size_conditions=_size_conditions,
     zero_negative_embeds=True,

@@ -122,7 +122,6 @@ Z_IMAGE = Family(
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
     distilled=Defaults(num_inference_steps=8, guidance_scale=0.0),
     is_distilled=_is_turbo,
-    even_times=True,
     guidance_off=0.0,
     names=NAMES,
     single_file=SingleFile(

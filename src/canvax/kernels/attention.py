@@ -15,6 +15,7 @@ from canvax.errors import InputError, check_function, shown
 from canvax.kernels import cpu, gpu, tpu
 from canvax.kernels.matmul import matmul
 from canvax.kernels.outline import keep as keep
+from canvax.kernels.outline import scope as scope
 from canvax.kernels.outline import where
 from canvax.kernels.target import on_each_device, target_platform, weight_shards
 from canvax.originals import replacing
@@ -45,7 +46,7 @@ def using(form: Callable[..., Array]) -> Iterator[None]:
     Args:
         form: called with queries, keys and values [B, T, heads, Dh], of all devices and perhaps fewer heads of keys;
             with the keywords ``mask``, ``bias``, ``scale`` and ``causal`` of ``attention``; and with ``where``, the
-            layer's path (``canvax.kernels.outline.where``). Within it, ``attention`` is canvax's.
+            layer's path, that of its ``scope``. Within it, ``attention`` is canvax's.
 
     Raises:
         InputError: it cannot be called so; or, when it is traced, it returns another shape than ``attention``.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec
 
+from canvax.errors import InputError
 from canvax.kernels.target import on_each_device, target_mesh, target_platform, weight_shards
 from canvax.originals import replaced, stand_ins
 from canvax.types import Array
@@ -54,7 +55,10 @@ def where() -> str:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Name the traced computations of the context: in profiles and, for a user's attention, in ``where``."""
+    """Name the traced computations of the context: in profiles and, for an attention of ``using``, in ``where``.
+
+    Scopes in a scope append to its name: "blocks.0", then "blocks.0.attn". A denoiser of yours names its layers so.
+    """
     path = f"{where()}.{name}".lstrip(".")
     with jax.named_scope(name), _where(path) if stand_ins() else nullcontext():  # each path is traced by itself
         yield
@@ -78,10 +82,20 @@ def keep(name: str, array: Any) -> None:
     """Hand an array, or a tree of arrays, to ``record`` of ``canvax.rollout`` as ``Evaluation.kept[name]``.
 
     It may be called in all code that is traced into the network, such as an attention of ``using``. Elsewhere it has no
-    effect. A second array of one name replaces the first.
+    effect.
+
+    Raises:
+        InputError: an evaluation of the network keeps two arrays of the same name.
     """
     if (kept := _KEPT.get()) is not None:
-        kept[name] = array
+        _add(kept, {name: array})
+
+
+def _add(kept: dict[str, Any], more: dict[str, Any]) -> None:
+    for name in more.keys() & kept.keys():
+        cure = "name each array; layers of a denoiser of yours have the name of their scope (kernels.attention.scope)"
+        raise InputError("name", "is that of two arrays that an evaluation keeps", cure=cure, value=name)
+    kept.update(more)
 
 
 def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -122,7 +136,7 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
             result = compute(*arrays)
         if kept is None:
             return result
-        kept.update(result[1])
+        _add(kept, result[1])
         return result[0]
 
     return block

@@ -218,30 +218,32 @@ def _adapter_block(
 ) -> Array:
     """Apply self-attention [B, T, D], cross-attention to ``source`` [B, S, C] and a feed-forward."""
     h, rest = rms_norm(p["norm_self_attn"], x, eps=EPS), {"names": ADAPTER_NAMES, "eps": EPS}
-    y = _attended(p["self_attn"], h, h, (ropes[0], ropes[0]), lengths, **rest)
+    y = _attended(p, "self_attn", h, h, (ropes[0], ropes[0]), lengths, **rest)
     x = x + linear(p["self_attn"]["o_proj"], y)
     h = rms_norm(p["norm_cross_attn"], x, eps=EPS)
-    y = _attended(p["cross_attn"], h, source, ropes, source_lengths, **rest)
+    y = _attended(p, "cross_attn", h, source, ropes, source_lengths, **rest)
     x = x + linear(p["cross_attn"]["o_proj"], y)
     h = rms_norm(p["norm_mlp"], x, eps=EPS)
     return x + linear(p["mlp"]["2"], gelu(linear(p["mlp"]["0"], h)))
 
 
 def _attended(
-    p: Params, x: Array, source: Array, ropes: tuple[Rope, Rope] | None = None, lengths: Array | None = None,
-    *, names: tuple[str, ...] = IMAGE, eps: float = QK_EPS,
+    p: Params, layer: str, x: Array, source: Array, ropes: tuple[Rope, Rope] | None = None,
+    lengths: Array | None = None, *, names: tuple[str, ...] = IMAGE, eps: float = QK_EPS,
 ) -> Array:  # fmt: skip
     """Return attention of ``x`` [B, T, D] to the first ``lengths`` [B] rows of ``source`` [B, S, C], [B, T, D].
 
     ``ropes`` are the positions of both, and ``names`` those of the projections and normalisations.
     """
+    p = p[layer]
     head_dim = p[names[3]]["weight"].shape[0]
     parts = zip(names[:3], (x, source, source), strict=True)
     q, k, v = (linear(p[name], part).reshape(*part.shape[:2], -1, head_dim) for name, part in parts)
     q, k = rms_norm(p[names[3]], q, eps=eps), rms_norm(p[names[4]], k, eps=eps)
     if ropes:
         q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
-    return attention(q, k, v, lengths=lengths).reshape(*x.shape[:2], -1)
+    with scope(layer):
+        return attention(q, k, v, lengths=lengths).reshape(*x.shape[:2], -1)
 
 
 def positions(tokens: int, width: Array, cfg: CosmosConfig) -> Rope:
@@ -300,10 +302,10 @@ def _modulated(p: Params, x: Array, time: Array, shared: Array) -> list[Array]:
 def _block(p: Params, x: Array, time: Array, shared: Array, text: Array, rope: Rope) -> Array:
     """Apply self-attention [B, L, D], cross-attention to the text and a feed-forward to the residual stream."""
     h, gate = _modulated(p["norm1"], x, time, shared)
-    y = linear(p["attn1"]["to_out"]["0"], _attended(p["attn1"], h, h, (rope, rope)))
+    y = linear(p["attn1"]["to_out"]["0"], _attended(p, "attn1", h, h, (rope, rope)))
     x = x + gate.astype(x.dtype) * y.astype(x.dtype)
     h, gate = _modulated(p["norm2"], x, time, shared)
-    y = linear(p["attn2"]["to_out"]["0"], _attended(p["attn2"], h, text))
+    y = linear(p["attn2"]["to_out"]["0"], _attended(p, "attn2", h, text))
     x = x + gate.astype(x.dtype) * y.astype(x.dtype)
     h, gate = _modulated(p["norm3"], x, time, shared)
     y = linear(p["ff"]["net"]["2"], gelu(linear(p["ff"]["net"]["0"]["proj"], h)))

@@ -21,7 +21,6 @@ from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
 from canvax.models.denoiser import COLUMNS, REFERENCES, Facts, Inputs, Packing, Row, Shapes, TransformerDenoiser
 from canvax.models.dit import (
-    Modulation,
     Rope,
     axes_faults,
     chunks,
@@ -198,12 +197,12 @@ def flux3_context(
         places.append(ids)
         references = linear(p["x_embedders"][REFERENCE], references.astype(text.dtype))
         mode = Mode(references, _rope(ids, cfg), jnp.maximum(count, 1))  # a slot without references reads padding
-        mode = mode if cfg.flow_map else _early(p["mode_blocks"][REFERENCE], mode, _early_of(p, REFERENCE, time), cfg)
+        mode = mode if cfg.flow_map else _early(p, REFERENCE, mode, time, cfg)
         index, image = jnp.arange(tokens + ids.shape[1] + rows)[None], tokens + ids.shape[1]
         unread = ((index >= tokens + count[:, None]) & (index < image)) | (index >= image + window[:, None])
         order, lengths = jnp.argsort(unread, axis=1, stable=True), lengths + count
     lines = Mode(embedded, _rope(in_text, cfg), window)
-    lines = lines if cfg.flow_map else _early(p["txt_mode_blocks"], lines, _early_of(p, TEXT, time), cfg)
+    lines = lines if cfg.flow_map else _early(p, TEXT, lines, time, cfg)
     joint = jnp.concatenate([*places, in_text], axis=1)
     if order is not None:
         joint = jnp.take_along_axis(joint, order[..., None], axis=1)
@@ -240,13 +239,12 @@ def flux3(
     now, clean = jax.nn.silu(time), jax.nn.silu(rest)
     tokens = x.shape[1]
     h = linear(p["x_embedders"][IMAGE], x)
-    image = Mode(h, context.image_rope)
-    image = _early(p["mode_blocks"][IMAGE], image, _early_of(p, IMAGE, now), cfg)
+    image = _early(p, IMAGE, Mode(h, context.image_rope), now, cfg)
     text, references = context.text, context.references
     if cfg.flow_map:
-        text = _early(p["txt_mode_blocks"], text, _early_of(p, TEXT, clean), cfg)
+        text = _early(p, TEXT, text, clean, cfg)
         if references is not None:
-            references = _early(p["mode_blocks"][REFERENCE], references, _early_of(p, REFERENCE, clean), cfg)
+            references = _early(p, REFERENCE, references, clean, cfg)
     modes = [(IMAGE, image, now), *([(REFERENCE, references, clean)] if references else []), (TEXT, text, clean)]
     h = jnp.concatenate([mode.tokens for _, mode, _ in modes], axis=1)
     kind = jnp.repeat(jnp.arange(len(modes)), np.array([mode.tokens.shape[1] for _, mode, _ in modes]))[None]
@@ -272,15 +270,15 @@ def _time(p: Params, t: Array, x: Array) -> Array:
     return embedded_time(p["timestep_embedder"], t, x)[:, None]
 
 
-def _early_of(p: Params, mode: str, time: Array) -> Modulation:
-    return chunks(p["early_stream_modulations"][mode], time, 3)
-
-
-def _early(p: Params, mode: Mode, modulation: Modulation, cfg: Flux3Config) -> Mode:
+def _early(p: Params, name: str, mode: Mode, time: Array, cfg: Flux3Config) -> Mode:
     """Apply the blocks of a mode, in which only tokens of that mode attend to each other."""
     h, ahead = mode.tokens, Ahead()
+    path = "txt_mode_blocks" if name == TEXT else f"mode_blocks.{name}"
+    blocks = p["txt_mode_blocks"] if name == TEXT else p["mode_blocks"][name]
+    modulation = chunks(p["early_stream_modulations"][name], time, 3)
     for i in range(cfg.num_layers):
-        h = parallel_block(ahead(p[str(i)], h), h, modulation, mode.rope, mode.lengths, eps=cfg.eps)
+        block, where = ahead(blocks[str(i)], h), f"{path}.{i}"
+        h = parallel_block(block, h, modulation, mode.rope, mode.lengths, eps=cfg.eps, where=where)
     return mode._replace(tokens=h)
 
 

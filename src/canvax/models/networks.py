@@ -148,6 +148,11 @@ class Networks:
             "count": jax.ShapeDtypeStruct((batch,), jnp.int32),
         }
 
+    def conditions(self, latents: Sequence[int]) -> Shapes:
+        """Return the shapes of the conditions for latents in the loop [B, h, w, C], as if all parts were float32."""
+        text = self.text.conditions(latents[0], [jnp.float32] * len(self.text.encoders))
+        return {**text, **self.denoiser.inputs(latents, text, lambda _: jnp.dtype(jnp.float32)).conditions}
+
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return [B, h, w, C] for images of ``height`` x ``width`` pixels."""
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels

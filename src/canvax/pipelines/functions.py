@@ -250,9 +250,7 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     if not isinstance(conditions, Mapping):
         raise InputError("conditions", "is not a dict of arrays", cure=cure, value=conditions)
     networks = model.networks
-    text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
-    loop = networks.packing.shape(networks.latent_shape(count, *model.native_size))
-    shapes = {**text, **networks.denoiser.inputs(loop, text, jnp.dtype).conditions}
+    shapes = networks.conditions(networks.packing.shape(networks.latent_shape(count, *model.native_size)))
     patterns = {name: (*(None for _ in leaf.shape[1:-1]), *leaf.shape[1:][-1:]) for name, leaf in shapes.items()}
     patterns |= networks.text.patterns
     if unknown := sorted(map(repr, conditions.keys() - {*shapes, "role"})):

@@ -102,6 +102,14 @@ def _not_fast(model: Model, request: Request) -> tuple[str, str] | None:
     return "the steps are too few, too long, or the prompt, guidance or control changes too often", ""
 
 
+def _without_noise(model: Model, request: Request) -> bool:
+    """Return True if the sampler adds no noise, and the settings of noise do not change its matrices."""
+    rest = {name: value for name, value in request.options.settings.items() if name not in OF_NOISE}
+    other = replace(request, options=replace(request.options, sampler_settings=rest))
+    rows, before = (sampler_table(model, each).M for each in (request, other))
+    return np.array_equal(rows, before) and not rows[:, :, NOISE].any()
+
+
 def idle(model: Model, request: Request) -> Iterator[HintWarning]:
     """Yield a warning for each option that has no effect, with the condition that is missing."""
     there = _there(model, request)
@@ -109,7 +117,7 @@ def idle(model: Model, request: Request) -> Iterator[HintWarning]:
         needs = there[needed][1] if needed in there else f"without {needed}"
         yield HintWarning(name, f"has no effect {needs}")
     of_noise = sorted(request.options.settings.keys() & OF_NOISE)
-    if of_noise and not sampler_table(model, request).M[:, :, NOISE].any():
+    if of_noise and _without_noise(model, request):
         problem = f"has {', '.join(of_noise)}, which has no effect without noise that the sampler adds (s_churn, eta)"
         yield HintWarning("sampler_settings", problem)
 

@@ -155,9 +155,10 @@ def run(
         state: the state before the first step, a pytree of arrays, such as ``step.init(params)``. It is overwritten:
             use the one that is returned. Arrays that are on the devices of the mesh stay as they are split; others are
             copied to each device.
-        data: a pytree of arrays [N, ...], of which each step gets ``batch``; every sample comes once an epoch. If it is
-            small (``RESIDENT``), each device gets a copy of it. Otherwise, and with several processes, it stays on the
-            host, and each device gets its part of the batches of a chunk. The numbers are the same.
+        data: a pytree of arrays [N, ...], of which each step gets ``batch``. Every sample comes once an epoch; a batch
+            may have samples of two epochs, or of several if it is larger than N. If it is small (``RESIDENT``), each
+            device gets a copy of it. Otherwise, and with several processes, it stays on the host, and each device gets
+            its part of the batches of a chunk. The numbers are the same.
             Or a function ``(steps done, state) -> samples of the next step``, e.g. rollouts with the present
             parameters; to resume exactly, it must depend on nothing else. If its attribute ``ahead`` is true, as that
             of a ``Dataset``, it ignores the state and is called while the step before runs. None for a step without
@@ -517,6 +518,10 @@ def _check_step(step: Step, state: Any, samples: Any, shared: Any) -> None:
         raise InputError(
             "step", f"returned {shown(result)}", cure="return (state, {}), the second what to log, by name"
         )
+    for name, value in result[1].items():
+        if getattr(value, "shape", None) != ():
+            problem = f"returned {shown(value)} as {name!r}, a value to log"
+            raise InputError("step", problem, cure="log numbers, such as its mean")
     before, after = (
         {
             jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
