@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 FAMILIES = r"anima|chroma|flux-\w+|flux[23](?:-base)?|krea2(?:-turbo)?|qwen(?:-edit|-turbo|-1\b)?|z-image"
 FAMILY = re.compile(rf"/test_families_\w+\.py::\w+\[({FAMILIES})")
-ORDINARY = {"flux2", "qwen-edit", "z-image"}
+ORDINARY = {"flux2", "z-image"}
 """Families that ``make test`` tries."""
 
 

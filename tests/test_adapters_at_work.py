@@ -148,6 +148,7 @@ def test_a_pickled_pipeline_brings_its_adapters(sd: canvax.Pipeline, loras: Path
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
     """The copy would have those of the checkpoint."""
     pipe = canvax.load(folder)
@@ -442,6 +443,7 @@ def test_networks_wait_in_the_hosts_memory(kind: str, sd: canvax.Pipeline, folde
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_threads_with_prompts_that_name_adapters(sd: canvax.Pipeline, loras: Path) -> None:
     """Each image has the adapters of its call, also where another call in another thread changes the weights."""
     sd.adapters.folder = loras

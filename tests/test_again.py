@@ -263,6 +263,7 @@ def test_images_are_given_again(emoji: canvax.Pipeline) -> None:
     assert "image" in {warning.message.argument for warning in caught if isinstance(warning.message, HintWarning)}
 
 
+@pytest.mark.slow
 def test_tiles_are_enlarged_again(emoji: canvax.Pipeline) -> None:
     """With options and names of other programs, as in a call."""
     want = emoji.upscale(PHOTO, "a cat", scale=1.5, seed=3, steps=4, clip_skip=1, progress=False)

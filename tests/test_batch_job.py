@@ -158,6 +158,7 @@ def test_image_of_the_pipeline(emoji: canvax.Pipeline, whole: dict[str, bytes], 
         assert read_metadata(tmp_path / "one.png") == {**alone.metadata[0], "id": row["id"]}
 
 
+@pytest.mark.slow
 def test_nothing_compiles_twice(worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
     """Rows that differ in prompt, seed, steps, sampler and guidance share the programs; the last, smaller batch too."""
     del whole

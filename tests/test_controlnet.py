@@ -291,6 +291,7 @@ def test_larger_by_tiles(pipe: canvax.Pipeline, base: canvax.Pipeline) -> None:
         base.upscale(photo, control=True)
 
 
+@pytest.mark.slow
 def test_compiled_ahead(base: canvax.Pipeline, folders: list[Path]) -> None:
     fresh = canvax.load(base.model.name, mesh=one_device(), controlnet=folders[1])
     built = fresh.compile(control=True, progress=False)

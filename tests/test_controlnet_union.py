@@ -23,6 +23,8 @@ from tests.support.drawing import draw, far, one_device
 from tests.support.refusals import refused
 from tests.support.small_sdxl import build
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -59,7 +61,6 @@ def test_types_are_data(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
     assert far(draw(pipe, control={"depth": edges(1)}, control_scale=0).latents, found[0]) < 1e-4
 
 
-@pytest.mark.slow
 def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     """Images of one call with other images, other types and another number of them."""
     shown: list[dict[Any, Any]] = [{"depth": edges(1)}, {"tile": edges(2), "depth": edges(3)}]
@@ -137,7 +138,6 @@ def test_flags() -> None:
     assert typed == ((("depth", "a, b.png", "blur"), ("canny:+5e-1", "c.png", "blur")), None)
 
 
-@pytest.mark.slow
 def test_command(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(canvax, "load", lambda *_, **__: pipe)

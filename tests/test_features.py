@@ -164,6 +164,7 @@ def test_what_changes_features_is_encoded(
     assert np.abs(got - plain).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_features_are_bounded(sd: canvax.Pipeline, encoded: Count) -> None:
     """Those that were used longest ago are dropped first."""
     text = sd.model.text.conditions(1, [np.float32])["text"]

@@ -120,6 +120,7 @@ def test_own_loop_of_sdxl(old_xl: OldXL) -> None:
         pipeline.unet(want, 1, text, params=params["unet"])
 
 
+@pytest.mark.slow
 def test_encoder_and_noise_for_training(old: Old) -> None:
     """What a training script does with its images before the loss."""
     pipeline, params = old

@@ -25,6 +25,8 @@ from canvax.params import init_params
 from tests.support import small_sdxl
 from tests.support.bundled import PACKAGED
 
+pytestmark = pytest.mark.slow
+
 QUIET = canvax.Options(progress=False)
 FOLDER = Path(__file__).parent / "golden"
 PROMPTS = ("a dog face", "a red apple", "a house", "a blue car")
@@ -67,7 +69,6 @@ def test_pictures_are_those_of_the_last_release(dtype: str, sampler: str) -> Non
         assert psnr(got, want) >= LIMITS[dtype], PROMPTS[i]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.weekly)])
 def test_16_bits_are_nearly_32(dtype: str, sampler: str) -> None:
@@ -75,7 +76,6 @@ def test_16_bits_are_nearly_32(dtype: str, sampler: str) -> None:
         assert 35 <= psnr(got, want) < 100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_times_and_sizes_are_not_rounded_to_16_bits(dtype: str) -> None:
     """A bfloat16 knows no 257, a float16 no 4097: the sinusoids are of float32, and only they are rounded."""

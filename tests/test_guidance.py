@@ -345,6 +345,7 @@ def test_conditions_of_roles() -> None:
     assert [(int(each["text"][0, 0]), int(each["role"][0])) for each in alone] == [(1, PROMPT)]
 
 
+@pytest.mark.slow
 def test_guidance_by_its_short_name(emoji: canvax.Pipeline) -> None:
     """A number is the scale, as before; anything else is the rule."""
     np.testing.assert_array_equal(draw(emoji, guidance="apg").latents, draw(emoji, guidance_method="apg").latents)
@@ -429,6 +430,7 @@ def test_a_changed_rule_compiles_again(emoji: canvax.Pipeline) -> None:
     np.testing.assert_array_equal(again.latents, whole.latents)
 
 
+@pytest.mark.slow
 def test_an_image_of_a_rule_again(emoji: canvax.Pipeline) -> None:
     """The rule is given anew, under either of its names; the scale is that of the image."""
 

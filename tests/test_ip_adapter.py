@@ -48,6 +48,8 @@ from tests.support.ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET
 
+pytestmark = pytest.mark.slow
+
 
 def photo(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
     """Some colours."""
@@ -82,7 +84,6 @@ def pipe(base: canvax.Pipeline, root: Path) -> canvax.Pipeline:
     return base.with_ip_adapter([root / "models" / "plain.safetensors", root / "models" / "plus.safetensors"])
 
 
-@pytest.mark.slow
 def test_strength_zero_is_no_image_prompt(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
     want = draw(base).latents
     assert far(draw(pipe, image_prompt=ImagePrompt(photo(1), 0)).latents, want) < 1e-4
@@ -105,7 +106,6 @@ def test_nothing_recompiles(pipe: canvax.Pipeline) -> None:
     assert draw(pipe, image_prompt=ImagePrompt(photo(1), adapter=1), **more).compilations == 0
 
 
-@pytest.mark.slow
 def test_adapters_wait_in_the_hosts_memory(base: canvax.Pipeline, pipe: canvax.Pipeline, root: Path) -> None:
     files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
     waiting = canvax.load(base.model.name, mesh=base.mesh, offload=True).with_ip_adapter(files)
@@ -131,7 +131,6 @@ def test_image_prompts_of_a_quantised_model(
     assert np.linalg.norm(effect(narrow) - want) < {"int8": 0.1, "float8": 0.3}[kind] * np.linalg.norm(want)
 
 
-@pytest.mark.slow
 def test_masks_are_data(pipe: canvax.Pipeline) -> None:
     def masked(one: Image.Image, other: Image.Image) -> canvax.Result:
         prompts = [ImagePrompt(photo(1), mask=one), ImagePrompt(photo(2), 0.5, mask=other)]
@@ -149,7 +148,6 @@ def test_masks_are_data(pipe: canvax.Pipeline) -> None:
     assert far(black, draw(pipe).latents) < 1e-4
 
 
-@pytest.mark.slow
 def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     prompts, seeds = ["a cat", "a dog"], [4, 9]
     alone = [
@@ -295,7 +293,6 @@ def test_encoders(base: canvax.Pipeline, root: Path, tmp_path: Path) -> None:
     assert Path(found.name) == root / "models" / "image_encoder"
 
 
-@pytest.mark.slow
 def test_two_networks_of_images(pipe: canvax.Pipeline, tmp_path: Path) -> None:
     """A ControlNet beside an IP-Adapter, in whichever order they were given."""
     net = controlnet(tmp_path / "net", pipe, strength=0.5)
@@ -319,7 +316,6 @@ def test_a_long_image_is_seen_in_its_middle(size: tuple[int, int]) -> None:
     np.testing.assert_allclose(seen.mean((0, 1)), [0, 0, 1], atol=0.01)
 
 
-@pytest.mark.slow
 def test_rows_of_a_file(pipe: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ``canvax batch``: each row with its own image prompts."""
     monkeypatch.chdir(tmp_path)

@@ -160,6 +160,7 @@ def test_variations(emoji: canvax.Pipeline) -> None:
     assert ends[1].metadata[0]["options"] == {"variation_seed": 9, "variation_strength": 1.0}
 
 
+@pytest.mark.slow
 def test_a_variation_is_the_same_alone_and_in_any_call(emoji: canvax.Pipeline) -> None:
     """The place in a call changes nothing, and the metadata of each image generates it again."""
     vary: dict[str, Any] = {"variation_seed": 9, "variation_strength": 0.3}
@@ -246,6 +247,7 @@ def test_no_seam(emoji: canvax.Pipeline) -> None:
     assert steps[borders].mean() < 1.3 * inside.mean()
 
 
+@pytest.mark.slow
 def test_upscale(emoji: canvax.Pipeline) -> None:
     image = draw(emoji).images[0].resize((50, 37))
     first = upscale(emoji, image, scale=2.5)

@@ -208,6 +208,7 @@ def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.Pipeline) -> None:
         np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_metadata_draws_a_reusing_picture_again(emoji: canvax.Pipeline) -> None:
     want = draw(emoji, options=reusing(reuse=4, reuse_layers=2))
     said = want.metadata[0]["options"]

@@ -691,6 +691,7 @@ class Unweighted(Letters):
         return super().words(tokenizer, [(text, 1.0) for text, _ in pieces], options, images)
 
 
+@pytest.mark.slow
 def test_weights_and_chunks_of_clip_beside_another_encoder() -> None:
     """What the host mixes for CLIP is joined as the family joins it, and leaves the other encoder alone."""
     tokenizers = canvax.load("emoji").model.tokenizers | {"reader": None}

@@ -95,6 +95,7 @@ def test_guidance_of_a_call_is_for_tables_too(emoji: canvax.Pipeline) -> None:
         np.testing.assert_array_equal(got.pixels, want.pixels)
 
 
+@pytest.mark.slow
 def test_a_solver_reads_settings_and_strength(emoji: canvax.Pipeline) -> None:
     image = np.linspace(0, 1, 64 * 64 * 3, dtype=np.float32).reshape(64, 64, 3)
     changes = {"image": image, "strength": 0.6, "sampler_settings": {"s_churn": 5.0}, "sigmas": "karras"}

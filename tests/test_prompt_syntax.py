@@ -278,6 +278,7 @@ def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], em
     assert np.abs(many.latents - few.latents).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_whole(emoji: canvax.Pipeline) -> None:
     words = "a red apple, " * 30
     with warnings.catch_warnings():

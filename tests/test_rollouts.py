@@ -61,6 +61,7 @@ def test_a_start_is_an_argument_of_a_program(pipe: canvax.Pipeline) -> None:
     assert len(traced) == 2
 
 
+@pytest.mark.slow
 def test_the_bundled_model(emoji: canvax.Pipeline) -> None:
     asked: dict[str, Any] = {"seed": 1, "num_inference_steps": 3, "sampler": "Euler a"}
     want = emoji("a red apple", progress=False, **asked)
@@ -119,6 +120,7 @@ def test_along_a_run_with_a_memory(pipe: canvax.Pipeline) -> None:
     np.testing.assert_allclose(again, log_prob, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_sample_is_a_constant(pipe: canvax.Pipeline) -> None:
     """The gradient of a step that is run is that of the step as recorded."""
     start = pipe.start("a fox", seed=3, num_inference_steps=6, sampler="Euler a")
@@ -155,6 +157,7 @@ def test_one_program_for_all_samplers(pipe: canvax.Pipeline) -> None:
     assert run._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_gradients_are_those_without_recomputing(pipe: canvax.Pipeline) -> None:
     start = pipe.start("a fox", seed=3, num_inference_steps=4)
 
@@ -180,6 +183,7 @@ class Twice(Alone):
     samples = NEGATIVE, PROMPT, PROMPT  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_conditions_that_a_rule_does_not_read(pipe: canvax.Pipeline) -> None:
     """They are refused, and not ignored; composed prompts are read."""
     start = pipe.start("a fox", num_inference_steps=2, guidance_scale=3.0)

@@ -176,6 +176,7 @@ def test_run_in_two_parts_with_memory(sampler: str, emoji: canvax.Pipeline) -> N
     assert np.abs(second.pixels - whole.pixels).mean() < 0.01
 
 
+@pytest.mark.slow
 def test_hand_over_between_samplers(base: canvax.Pipeline, refiner: canvax.Pipeline) -> None:
     first = draw(base, options={"denoising_end": 0.6}, sampler="Euler")
     for sampler in ("Euler", "DPM++ 2M", "DDIM"):

@@ -29,6 +29,8 @@ from tests.support.adapter_files import Draw, lora, write
 from tests.support.control_files import adapter, controlnet
 from tests.support.serving import asked, b64, by_a1111, by_job, some_colours, until
 
+pytestmark = pytest.mark.slow
+
 SIDE = 64
 QUERY = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 BODY = {"prompt": "a cat", "seed": 3, "steps": 3, "width": SIDE, "height": SIDE}
@@ -76,7 +78,6 @@ def same(image: np.ndarray, other: np.ndarray) -> bool:
     return bool(np.abs(image - other).max() <= 2)
 
 
-@pytest.mark.slow
 def test_requests_name_them(server: tuple[httpx.Client, ImageEngine], folder: Path, base: canvax.Pipeline) -> None:
     """The pixels of ``with_controlnet``. Another picture or network of the same config compiles nothing."""
     client, engine = server
@@ -102,7 +103,6 @@ def test_requests_name_them(server: tuple[httpx.Client, ImageEngine], folder: Pa
     assert same(by_job(client, BODY | both)[0], called(pipe, control=[ONE, TWO]))
 
 
-@pytest.mark.slow
 def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.Pipeline) -> None:
     client, _ = server
     assert client.get("/controlnet/model_list").json() == {"model_list": ["colours", "depth", "edges", "lines"]}
@@ -131,7 +131,6 @@ def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.P
         assert client.post("/sdapi/v1/txt2img", json=BODY | {"alwayson_scripts": scripts}).status_code in (404, 422)
 
 
-@pytest.mark.slow
 def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> None:
     client, _ = server
     (card,) = client.get("/api/models").json()["models"]
@@ -151,7 +150,6 @@ def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> No
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 
-@pytest.mark.slow
 def test_a_vae_of_another_config(
     server: tuple[httpx.Client, ImageEngine], folder: Path, small_folder: Path, base: canvax.Pipeline
 ) -> None:
@@ -173,7 +171,6 @@ def test_a_vae_of_another_config(
     assert counts.compilations == 0
 
 
-@pytest.mark.slow
 def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) -> None:
     """Those of its ControlNet's config, within ``--memory``; others are refused, with the flags to start it with."""
     nets = folder / "models/ControlNet"
@@ -252,7 +249,6 @@ def test_each_model_has_the_controlnets_that_fit(
     assert not compiled
 
 
-@pytest.mark.slow
 def test_a_file_that_is_gone_costs_its_jobs_alone(folder: Path, base: canvax.Pipeline, tmp_path: Path) -> None:
     """Beside an adapter, in two passes, too; a file with the name of the model as well."""
     nets = tmp_path / "models/ControlNet"

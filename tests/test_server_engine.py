@@ -416,6 +416,7 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
     assert 0 < min(apart) < max(apart)  # the whole fills up, tile by tile
 
 
+@pytest.mark.slow
 def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -> None:
     """As if that image were sent again, larger; nothing compiles."""
     before, seen, asked = compilations(), [], {"prompt": "a red apple", "seed": 5, "steps": 8}
@@ -465,6 +466,7 @@ def test_two_passes_are_those_of_the_pipeline(engine: ImageEngine, ask: dict[str
     same(job, expected)
 
 
+@pytest.mark.slow
 def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: ImageEngine) -> None:
     job = engine.submit(JobRequest("a red apple", image=apple(), upscale=4, seed=5, strength=1.0, steps=100))
     until(lambda: job.pictures[0].step > 30)
@@ -758,6 +760,7 @@ def test_weights_that_wait_in_the_hosts_memory() -> None:
         other.close()
 
 
+@pytest.mark.slow
 def test_streamed_weights() -> None:
     """They are no bytes of the devices. A model that is taken off comes back streamed, whatever is there then."""
     pipe, asked = canvax.load("emoji", progress=False, mesh=PIPE.mesh, offload="layers"), []

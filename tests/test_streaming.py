@@ -32,6 +32,8 @@ from canvax.settings import as_flags, declared
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.small_checkpoint import write_small_checkpoint
 
+pytestmark = pytest.mark.slow
+
 QUIET = canvax.Options(progress=False)
 ONE = canvax.make_mesh(jax.devices()[:1])
 
@@ -72,7 +74,6 @@ def test_same_image_and_programs(quantize: str | None) -> None:
     assert refused.value.argument == "offload"
 
 
-@pytest.mark.slow
 def test_with_adapters(tmp_path: Path) -> None:
     """Merged into weights, which stay on the host, and beside them."""
     usual, pipe, arrays = load(), load(offload="layers"), {}
@@ -94,7 +95,6 @@ def test_with_adapters(tmp_path: Path) -> None:
     np.testing.assert_array_equal(draw(load(tmp_path / "saved")).pixels, plain)
 
 
-@pytest.mark.slow
 def test_split_weights(tmp_path: Path) -> None:
     folder, mesh = write_small_checkpoint(tmp_path / "model"), canvax.make_mesh(jax.devices()[:4], data=2, model=2)
     usual, pipe = load(folder, mesh=mesh), load(folder, mesh=mesh, offload="layers")
@@ -102,7 +102,6 @@ def test_split_weights(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*(draw(each, ["a cat", "a dog"]).pixels for each in (usual, pipe)))
 
 
-@pytest.mark.slow
 def test_pure_functions() -> None:
     usual, pipe = load(), load(offload="layers")
     both = []
@@ -160,7 +159,6 @@ def test_commands(flag: str) -> None:
 TRANSFORMERS = [name for name, networks in PRESETS.items() if isinstance(networks.denoiser, TransformerDenoiser)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_layers_are_copied_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer's weights are copied when they are used: released sizes and the shortest text, or with a reference."""

@@ -344,6 +344,7 @@ def test_optimizers_by_name(name: Any, rate: float, tmp_path: Path) -> None:
         begin(Session(tmp_path / "whole", mesh=one()))
 
 
+@pytest.mark.slow
 def test_schedule_free_gives_its_average(tmp_path: Path) -> None:
     """Its result, saved weights and previews are the parameters for evaluation of optax's optimizer."""
     plan = Plan(12, 4, 0.03, warmup=4, chunk=4, average=0.0, final=1.0, weight_decay=0.1, optimizer="schedule-free")

@@ -493,6 +493,7 @@ def test_weights_on_the_way_and_a_longer_run(
         go(7)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_is_read_in_the_dtype_of_the_computation(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -513,6 +513,7 @@ def test_a_new_denoiser_begins_as_a_short_one() -> None:
     assert all(name.rsplit(".", 2)[-2] in ("conv2", "proj_out", "conv_out") for name in zeros)
 
 
+@pytest.mark.slow
 def test_encoding_fills_up_batches() -> None:
     params = init_params(vae_spec(VAE), 0)
     pictures = pixels(3, 32)

@@ -148,6 +148,7 @@ def test_kohya(sd: Any, tmp_path: Path) -> None:
     check_alike(sd, file_of(sd[1], tmp_path / "a.safetensors", uniform, kohya))
 
 
+@pytest.mark.slow
 def test_kohya_of_sdxl(xl: Any, tmp_path: Path) -> None:
     """With the names of ldm, and both text encoders."""
     name = lambda component, module: kohya_ldm(component, module, each=2)  # noqa: E731
@@ -166,6 +167,7 @@ def test_dora_of_peft(sd: Any, tmp_path: Path) -> None:
     check_alike(sd, file_of(sd[1], tmp_path / "a.safetensors", make, peft, ends=PEFT_ENDS, text=False))
 
 
+@pytest.mark.slow
 def test_two_with_weights(sd: Any, tmp_path: Path) -> None:
     """Numbers, and a number for each block."""
     theirs, ours = sd

@@ -119,6 +119,7 @@ def test_images_of_a_batch_change_each_other_in_diffusers() -> None:
     torch.testing.assert_close(other_types, alone[:, :2])  # and of the other tokens it sees none
 
 
+@pytest.mark.slow
 def test_one_step() -> None:
     """Residuals in the UNet, and an adapter's features within its way down."""
     reference = randomise(diffusers.UNet2DConditionModel(
@@ -190,6 +191,7 @@ def ldm_of(state: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+@pytest.mark.slow
 def test_names_of_the_original_code(tmp_path: Path) -> None:
     """One file with other names, or with the difference to the UNet, is the same network as the folder."""
     parts = ldm_model("sd1")

@@ -60,6 +60,7 @@ def test_both_ways_bit_for_bit(kind: str, made: Made, tmp_path: Path) -> None:
     assert {path.name for path in again.iterdir()} == {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_diffusers_reads_what_is_written(made: Made, tmp_path: Path) -> None:
     folder, _ = made("xl")
     canvax.convert(folder, tmp_path / "x.safetensors", dtype="float16")
@@ -84,6 +85,7 @@ def test_what_it_predicts_is_kept(made: Made, tmp_path: Path) -> None:
     assert {name: again[name] for name in own} == own
 
 
+@pytest.mark.slow
 def test_what_one_file_cannot_say(tmp_path: Path, made: Made) -> None:
     with pytest.raises(canvax.InputError, match=r"cannot say what emoji is: its tokenizer is not CLIP's"):
         canvax.convert("emoji", tmp_path / "x.safetensors")

@@ -136,6 +136,10 @@ CASES: dict[str, Case] = {
     "control, DPM++ 2M Karras": control(sampler="DPM++ 2M Karras"),
     "control, image": on_image("Img2Img", theirs={"control_guidance_end": 0.7}, ours={"control_end": 0.7}),
     "control, mask": on_image("Inpaint", theirs={"control_guidance_end": 0.7}, ours={"control_end": 0.7}),
+    "image prompt": seen("plain", their=WIDE, prompts=ImagePrompt(WIDE, 0.7), scale=0.7),
+}  # fmt: skip
+
+SLOW: dict[str, Case] = {
     "SDXL, no negative": text("Euler", "xl", negative=None),
     "SDXL, empty negative": text("Euler", "xl", negative=""),
     "SDXL, second prompts": text("Euler", "xl", both=SECOND),
@@ -143,10 +147,6 @@ CASES: dict[str, Case] = {
     "SDXL, sizes": text("Euler", "xl", negative=None, count=1, both=SIZES, without=tuple(SIZES)),
     "SDXL, sizes, DPM++ 2M": text("DPM++ 2M", "xl", negative=None, count=1, both=SIZES),
     "SDXL, mask": image("Inpaint", "Euler", 1.0, "xl"),
-    "image prompt": seen("plain", their=WIDE, prompts=ImagePrompt(WIDE, 0.7), scale=0.7),
-}  # fmt: skip
-
-SLOW: dict[str, Case] = {
     "PNDM": text("PNDM", both={"num_inference_steps": 10}),
     "Euler Karras, velocity": text("Euler Karras", "sd velocity"),
     "image, a generator": image("Img2Img", "DDIM", 0.75, generator=True),

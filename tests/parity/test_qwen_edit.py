@@ -36,6 +36,8 @@ from .families import EDIT_PIXELS, ONE, PROMPTS, QUIET, TWO, Files, Model, array
 from .reference import psnr, randomise, relative_error
 from .transformers_reference import TOLERANCE, params_of, same_names_and_shapes, stored, to_torch
 
+pytestmark = pytest.mark.slow
+
 modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 TOWER: dict[str, Any] = {
     "depth": 3, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 20,
@@ -135,7 +137,6 @@ def model(made: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
     return made
 
 
-@pytest.mark.slow
 def test_without_guidance_at_the_size_of_the_first(model: Model) -> None:
     """Three references, which are seen in order."""
     three = [*TWO, picture(90, 100, 1.0)]
@@ -148,7 +149,6 @@ def test_without_guidance_at_the_size_of_the_first(model: Model) -> None:
     assert psnr(model.draw(image=three, prompt=[*model.record.prompts[::-1]], **drawn).pixels, want) < 40
 
 
-@pytest.mark.slow
 def test_guided_by_a_negative_prompt(model: Model) -> None:
     """Which sees the references, too."""
     asked: dict[str, Any] = {"num_inference_steps": 3, "guidance_scale": 3.0, "image": TWO}
@@ -160,7 +160,6 @@ def test_guided_by_a_negative_prompt(model: Model) -> None:
     assert psnr(model.draw(negative_prompt=negatives, **drawn | {"guidance_method": "cfg"}).pixels, want) < 50
 
 
-@pytest.mark.slow
 def test_references_at_the_time_of_the_image(model: Model, tmp_path: Path) -> None:
     """As in 2509, whose config does not say that they are at time 0."""
     folder = shutil.copytree(model.folder, tmp_path / "model")
@@ -172,7 +171,6 @@ def test_references_at_the_time_of_the_image(model: Model, tmp_path: Path) -> No
     assert psnr(model.draw(**asked, **model.small).pixels, want) < 50
 
 
-@pytest.mark.slow
 def test_the_first_edit(model: Model, tmp_path: Path) -> None:
     """It has one reference, which is seen in the size in which the transformer reads it."""
     first = Model("qwen-edit-first", tmp_path / "model")
@@ -200,7 +198,6 @@ def test_lengths_of_a_server(model: Model, monkeypatch: pytest.MonkeyPatch, on_d
     assert sorted(made) == sorted((length, reads) for length in lengths for reads in (False, True))
 
 
-@pytest.mark.slow
 def test_what_sees_references(model: Model) -> None:
     """Conditions were made without them."""
     encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer
@@ -215,7 +212,6 @@ def test_what_sees_references(model: Model) -> None:
     assert caught.value.argument == "image"
 
 
-@pytest.mark.slow
 def test_inside_a_mask(model: Model) -> None:
     """The image is a reference, too, also at a size that is scaled to be one."""
     asked: dict[str, Any] = {"mask": half_mask(48), "seed": 1, "num_inference_steps": 2, "options": QUIET}
@@ -237,7 +233,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files("qwen-edit", tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.slow
 def test_files_of_edit(files: Files, tmp_path: Path) -> None:
     """The name or an array of a file says which model it is; a text encoder without a tower does not see."""
     assert files.load().model.networks == files.wanted.model.networks
@@ -261,7 +256,6 @@ def blind(files: Files, folder: Path) -> Path:
     return write(folder / "lm.safetensors", {name: array for name, array in seen if "visual" not in name})
 
 
-@pytest.mark.slow
 def test_edits_of_files(files: Files, model: Model, tmp_path: Path) -> None:
     """They are those of the folder, also when saved; without a reference those of a text encoder without a tower."""
     asked: dict[str, Any] = {"num_inference_steps": 1, "seed": 1, "options": QUIET, **model.small}

@@ -41,6 +41,8 @@ from .families import (
 from .reference import nchw, nhwc, psnr, randomise, relative_error
 from .transformers_reference import TOLERANCE, params_of, stored, to_torch
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
@@ -100,7 +102,6 @@ def glass(height: int = 64, width: int = 96) -> Image.Image:
     return image
 
 
-@pytest.mark.slow
 def test_images_with_alpha(model: Model, tmp_path: Path) -> None:
     """As images of Pillow, arrays and files; ``info`` makes them again."""
     result = model.draw(prompt="a fox", latents=None, seed=1)
@@ -148,7 +149,6 @@ def test_inside_a_mask_with_alpha(model: Model) -> None:
         assert np.abs(drawn[:, 64:] - want[:, 64:]).mean(axis=(0, 1)).min() > 0.01
 
 
-@pytest.mark.slow
 def test_larger_images_with_alpha(model: Model) -> None:
     """Second passes, and tiles."""
     asked: dict[str, Any] = {"seed": 1, "num_inference_steps": 2}
@@ -198,7 +198,6 @@ def test_vision_tower() -> None:
             assert relative_error(ours[i, 0, : rows * columns // 4], want.numpy()) < TOLERANCE
 
 
-@pytest.mark.slow
 def test_editing_with_a_negative_prompt(model: Model) -> None:
     """References, of which one is transparent, are before both prompts; without a size the first gives it."""
     asked: dict[str, Any] = {"image": [glass(150, 200), TWO[1]], "num_inference_steps": 3, "guidance_scale": 3.0}
@@ -212,7 +211,6 @@ def test_editing_with_a_negative_prompt(model: Model) -> None:
     assert psnr(model.draw(**drawn | {"guidance_scale": 1.0}).pixels, want) < 40
 
 
-@pytest.mark.slow
 def test_what_sees_references(model: Model, tmp_path: Path) -> None:
     """Conditions were made without them; a text encoder without a tower does not see."""
     encoder, words = model.ours.model.text.encoders[0], model.ours.tokenizer

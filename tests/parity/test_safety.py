@@ -130,6 +130,7 @@ def test_limits(seed: int) -> None:
     assert safety.refused(special, concepts, *limits) == bad
 
 
+@pytest.mark.slow
 def test_refused_images_are_black(
     model: tuple[Path, StableDiffusionSafetyChecker], emoji: canvax.Pipeline, tmp_path: Path
 ) -> None:

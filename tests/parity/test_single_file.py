@@ -35,6 +35,8 @@ from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Layout,
 from tests.support.drawing import one_device
 from tests.support.ldm_files import hf, ldm_unet, ldm_vae, open_clip
 
+pytestmark = pytest.mark.slow
+
 QUIET = canvax.Options(progress=False)
 KINDS = ("sd1", "sd2", "xl", "refiner")
 Made = Callable[[str], tuple[Path, Path]]
@@ -44,7 +46,6 @@ def load(path: Path) -> canvax.Pipeline:
     return canvax.load(path, mesh=one_device(), dtype="float32", progress=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:.*a guess:UserWarning")
 def test_every_array_is_that_of_the_folder(kind: str, made: Made) -> None:
@@ -56,7 +57,6 @@ def test_every_array_is_that_of_the_folder(kind: str, made: Made) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sd1", "xl"])
-@pytest.mark.slow
 def test_diffusers_reads_the_same_from_the_file(kind: str, made: Made) -> None:
     """The file is one that others take for what canvax takes it for."""
     folder, file = made(kind)
@@ -79,7 +79,6 @@ def test_same_image(kind: str, made: Made) -> None:
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.slow
 def test_same_image_as_diffusers(made: Made) -> None:
     folder, file = made("sd1")
     theirs = diffusers.StableDiffusionPipeline.from_single_file(str(file), config=str(folder), local_files_only=True)
@@ -148,7 +147,6 @@ def test_sizes_of_the_released_models(preset: str, kind: Layout) -> None:
     assert {entry.name for entry in files.entries("vae")} == set(vae.state_dict())
 
 
-@pytest.mark.slow
 def test_what_it_predicts(made: Made, tmp_path: Path) -> None:
     arrays = load_file(made("sd2")[1])
     path = tmp_path / "x.safetensors"

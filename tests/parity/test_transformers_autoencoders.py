@@ -37,6 +37,7 @@ def check(got: Any, want: Any) -> None:
     assert relative_error(got, want) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_kl_with_a_shift() -> None:
     """As in FLUX.1 and Z-Image: sixteen channels, a shift, and no convolutions next to the latents."""
     theirs: Any = randomise(
