@@ -1,12 +1,12 @@
 # Two commands for a newcomer:
 #   make demo        draw pictures with the model in the package
-#   make test        run the tests: ten minutes or more on two cores
+#   make test        run the tests: nine minutes on two cores
 # Both make their own .venv. PYTHON chooses the interpreter: make demo PYTHON=python3.13
 # Before a merge: make test-all, forty minutes. Each week: make test-weekly, the tests that take longest.
 
 PYTHON ?= python3
 # The parity tests compare with PyTorch diffusers; `make test REFERENCE=no` leaves it out and skips them. With yes, a
-# reference that is missing is a failure (tests/conftest.py reads the variable).
+# reference that is missing is a failure (conftest.py reads the variable).
 # The ordinary Linux build of PyTorch is large. To use the CPU build, install it into .venv before `make test`.
 REFERENCE ?= yes
 export REFERENCE
