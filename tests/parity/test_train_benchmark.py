@@ -15,7 +15,7 @@ from benchmarks.lab.tiny_xl import tiny_xl
 
 from .families import build_flux2
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [pytest.mark.weekly, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
 
 def work(model: Path, scratch: Path, **changes: Any) -> train.Work:
