@@ -56,7 +56,7 @@ def psnr(got: np.ndarray, want: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pictures_are_those_of_the_last_release(dtype: str, sampler: str) -> None:
     path, pictures = FOLDER / f"{dtype}-{sampler}.png", to_pil(generated(dtype, sampler))
     if os.environ.get("GOLDEN") == "write":

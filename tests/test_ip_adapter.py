@@ -114,7 +114,7 @@ def test_adapters_wait_in_the_hosts_memory(base: canvax.Pipeline, pipe: canvax.P
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("int8", 0), pytest.param("float8", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "adapter"), [("int8", 0), ("float8", 1)])
 def test_image_prompts_of_a_quantised_model(
     base: canvax.Pipeline, pipe: canvax.Pipeline, root: Path, kind: str, adapter: int
 ) -> None:

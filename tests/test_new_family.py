@@ -236,6 +236,9 @@ class Flat(Denoiser):
         return linear(p["out"], x), memory
 
 
+TEXT = TextEncoders((Letters("text_encoder", (5,)),))
+
+
 @dataclass(frozen=True)
 class GainConfig(Config):
     """A value that no shape shows."""
@@ -252,7 +255,7 @@ class Gained(Mlp):
 
 def read_gained(files: ModelFiles) -> Networks:
     config = parsed(GainConfig, files, "mlp")
-    return Networks(Gained(config), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    return Networks(Gained(config), Squares(), TEXT)
 
 
 GAINED = dataclasses.replace(
@@ -280,7 +283,7 @@ def saved(pipe: canvax.Pipeline, folder: Path, **model: Any) -> list[str]:
 def test_values_that_a_folder_cannot_hold_are_in_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The config of a record is written; other values of networks, scheduler and tokenizers are in warnings."""
     monkeypatch.setattr(known, "_registered", {})
-    networks = Networks(Gained(GainConfig(2.5)), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    networks = Networks(Gained(GainConfig(2.5)), Squares(), TEXT)
     pipe = pipeline_of(networks, canvax.extend.register(GAINED))
     assert not saved(pipe, tmp_path / "all")
     loaded = canvax.load(tmp_path / "all", mesh=pipe.mesh)
@@ -330,8 +333,7 @@ def test_a_component_of_several_classes(tmp_path: Path, monkeypatch: pytest.Monk
     classes = {**GAINED.classes, "vae": ("Squares", "Sided")}
     for kind, is_named in ((Named, True), (SideConfig, False)):
         family = dataclasses.replace(GAINED, read=partial(read_sided, kind=kind), classes=classes)
-        text = TextEncoders((Letters("text_encoder", (5,)),))
-        pipe = pipeline_of(Networks(Gained(), Sided(kind(3)), text), canvax.extend.register(family))
+        pipe = pipeline_of(Networks(Gained(), Sided(kind(3)), TEXT), canvax.extend.register(family))
         warned = saved(pipe, tmp_path / kind.__name__)
         assert not warned if is_named else "CLASS" in warned[0]
         assert (canvax.load(tmp_path / kind.__name__, mesh=pipe.mesh).model.vae == Sided(kind(3))) is is_named
@@ -345,7 +347,7 @@ def own_times(config: Any, files: ModelFiles) -> canvax.extend.Scheduler:
 @pytest.fixture
 def gained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., canvax.Pipeline]:
     """Load a folder of the family ``GAINED`` with changes of the family."""
-    networks = Networks(Gained(), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    networks = Networks(Gained(), Squares(), TEXT)
     pipe = pipeline_of(networks, GAINED)
     pipe.save(tmp_path / "gained")
 
@@ -386,7 +388,7 @@ def test_samplers_beside_a_scheduler_with_a_class_of_its_own(tmp_path: Path, mon
     family = canvax.extend.register(dataclasses.replace(GAINED, scheduler=bent, classes=classes))
     fields = {"bend": 2.5, "beta_schedule": "bent", "prediction_type": "bent", "timestep_spacing": "leading"}
     scheduler = bent({"_class_name": "BentScheduler", **fields})
-    networks = Networks(Gained(), Squares(), TextEncoders((Letters("text_encoder", (5,)),)))
+    networks = Networks(Gained(), Squares(), TEXT)
     params = {name: init_params(spec, 0) for name, spec in networks.specs().items()}
     made = canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]))
     assert not saved(made, tmp_path / "made")
@@ -483,8 +485,7 @@ def test_missing_arrays_have_the_names_of_files(gained: Callable[..., canvax.Pip
 
 def test_an_autoencoder_of_the_package_is_saved_with_its_config(tmp_path: Path) -> None:
     emoji = canvax.load("emoji", progress=False).model.networks
-    text = TextEncoders((Letters("text_encoder", (5,)),))
-    pipeline_of(Networks(Flat(emoji.vae.latent_channels), emoji.vae, text), Family("flat")).save(tmp_path / "out")
+    pipeline_of(Networks(Flat(emoji.vae.latent_channels), emoji.vae, TEXT), Family("flat")).save(tmp_path / "out")
     config = json.loads((tmp_path / "out/vae/config.json").read_text("utf-8"))
     assert type(emoji.vae).from_dict(config) == emoji.vae
 

@@ -425,9 +425,9 @@ def test_a_client_that_is_gone_is_logged_as_such(api: str, caplog: pytest.LogCap
             else:
                 assert b" 202 " in connection.recv(4096)
 
-        def told() -> list[tuple[int, str]]:
+        def logged() -> list[tuple[int, str]]:
             lines = [json.loads(line) for line in caplog.messages]
             return [(line["status"], line.get("code")) for line in lines if line.get("path") == api]
 
-        until(told)
-        assert told() == [(499, "client_gone") if waits else (202, None)]
+        until(logged)
+        assert logged() == [(499, "client_gone") if waits else (202, None)]

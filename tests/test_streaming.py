@@ -54,7 +54,7 @@ def as_declared(pipe: canvax.Pipeline) -> bool:
     return there == wanted != set()
 
 
-@pytest.mark.parametrize("quantize", [None, pytest.param("int8-w8a8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quantize", [None, "int8-w8a8"])
 def test_same_image_and_programs(quantize: str | None) -> None:
     """Nothing compiles for another prompt, seed, number of steps or sampler."""
     usual = load(quantize=quantize)

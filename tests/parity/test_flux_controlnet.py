@@ -166,7 +166,6 @@ def test_files(kind: str, model: Model, folder: Callable[[str], Path], tmp_path:
     assert (report.family, report.kind and report.kind.flag) == ("FLUX.1", "--controlnet")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["union", "xlabs"])
 def test_streamed_weights(kind: str, model: Model, folder: Callable[[str], Path]) -> None:
     """Those of the network wait in the host's memory, too; the image is the same, and nothing compiles anew."""

@@ -70,7 +70,7 @@ def test_diffusers_reads_the_same_from_the_file(kind: str, made: Made) -> None:
     np.testing.assert_array_equal(ours, theirs.unet.conv_in.weight.detach().numpy().transpose(2, 3, 1, 0))
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sd1", "sd2")), "xl"])
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "xl"])
 @pytest.mark.filterwarnings("ignore:.*a guess:UserWarning")
 def test_same_image(kind: str, made: Made) -> None:
     """Sizes, heads, activations, schedule and tokenizer are read off the file."""

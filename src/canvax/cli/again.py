@@ -51,7 +51,7 @@ class Again(NamedTuple):
 def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
     """Return the command for the metadata of one image. ``data_dir``: the folder of models, where a flag named it."""
     model = recorded_model(metadata)
-    layer = _layer(metadata, model)
+    layer = layer_of(metadata, Load(model=model) if model else None)
     settings, tiles = settings_of(metadata, layer=layer or 1), metadata.get("upscale")
     words = ["canvax", "generate"]
     if isinstance(tiles, dict):
@@ -82,13 +82,13 @@ def again(metadata: Mapping[str, Any], data_dir: str | None = None) -> Again:
     return Again(command_line(words), clauses)
 
 
-def _layer(metadata: Mapping[str, Any], model: Any) -> int | None:
+def layer_of(metadata: Mapping[str, Any], load: Load | None) -> int | None:
     """Return the ``usual_layer`` of a model, if a setting of another program depends on it; None if it is not here."""
     if "canvax" in metadata or "clip_skip" not in table_in(metadata, "options"):
         return 1
     with suppress(InputError):  # loading refuses it
-        if model and (found := model_on_disk(Load(model=model))):
-            return usual_layer(found.text)
+        if load and (model := model_on_disk(load)):
+            return usual_layer(model.text)
     return None
 
 

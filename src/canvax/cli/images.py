@@ -19,6 +19,7 @@ from canvax.cli.again import (
     is_lora_here,
     is_lost,
     is_weight,
+    layer_of,
     losses,
     lost_model,
     other_file,
@@ -27,11 +28,11 @@ from canvax.cli.again import (
     tags_for_prompt,
     vae_lost,
 )
-from canvax.cli.loading import check_ip_adapters, load_of, model_on_disk
+from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.inputs import fingerprint, read_images
-from canvax.models.clip import clip_configs, usual_layer
+from canvax.models.clip import clip_configs
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of, skipped
 from canvax.pipelines.checks import FITS_ALL, SIZE_STEP, check_prompts, check_size
@@ -318,8 +319,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     if "canvax" in metadata and metadata.get("scheduler") == ZERO_SNR:
         parts["scheduler"] = ZERO_SNR
     load = load_of(arguments, model=model or "emoji", **parts)
-    if "clip_skip" in settings and "canvax" not in metadata and (here := model_on_disk(load)):
-        settings["clip_skip"] = skipped(metadata, usual_layer(here.text))
+    if "clip_skip" in settings:
+        settings["clip_skip"] = skipped(metadata, layer_of(metadata, load) or 1)
     return settings, load
 
 

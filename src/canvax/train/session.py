@@ -520,8 +520,8 @@ def _check_step(step: Step, state: Any, samples: Any, shared: Any) -> None:
         )
     for name, value in result[1].items():
         if getattr(value, "shape", None) != ():
-            problem = f"returned {shown(value)} as {name!r}, a value to log"
-            raise InputError("step", problem, cure="log numbers, such as its mean")
+            problem = f"logs {shown(value)} as {name!r}, which is not a scalar"
+            raise InputError("step", problem, cure="log a scalar, perhaps its mean")
     before, after = (
         {
             jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
